@@ -1,0 +1,68 @@
+"""Taps: where a backward is split into the input's gradient (I) and the weights' gradients (W).
+
+A tapped module (linear, norm, embedding) run with a `Tape` does three things: it computes its output, it leaves its
+detached input on the tape, and it takes a *probe*: a zero-stride expanded leaf whose gradient, after I ran the graph,
+is the gradient dy of the module's output. W then computes weight gradients from (x, dy) alone, under `no_grad`, straight
+into the bucket's gradient buffer: it needs no gathered weight, and there is no `.grad`, no hook and no copy.
+
+Without a tape the module is the plain torch module, which is what the reference run of `verify` uses.
+Source of the split: zero bubble pipelines, Qi et al., arXiv 2401.10241, §2. Read next: `schedule/executor.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class GradSink(Protocol):
+    """Where weight gradients go: each call *adds* to the gradient of `param` (the data axis owns the buffer)."""
+
+    def add_matmul(self, param: nn.Parameter, a: Tensor, b: Tensor) -> None:
+        """grad += a @ b, both 2-D; one GEMM with no temporary where the dtypes agree."""
+
+    def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+        """grad[rows[i]] += values[i] (embedding)."""
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """grad += `grad`, of the parameter's shape."""
+
+
+class Tapped(Protocol):
+    """A module that can leave a tap."""
+
+    tape: Tape | None
+
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+        """W: weight gradients from what the forward saved and the output's gradient dy."""
+
+
+class Tape:
+    """Taps of one forward of one unit, in order."""
+
+    def __init__(self) -> None:
+        self.taps: list[tuple[Tapped, tuple[Tensor, ...], Tensor]] = []
+
+    def tap(self, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """Record `module`; returns the probe, of `shape` (or `like`'s) and of `like`'s dtype and device."""
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        probe = zero.expand(like.shape if shape is None else shape).requires_grad_()
+        self.taps.append((module, tuple(tensor.detach() for tensor in saved), probe))
+        return probe
+
+    def probes(self) -> list[Tensor]:
+        """The leaves whose gradients I must ask for."""
+        return [probe for _, _, probe in self.taps]
+
+
+def write_weight_grads(tape: Tape, dys: list[Tensor | None], sink: GradSink) -> None:
+    """W of one unit: every tap writes into `sink`, last module first (as a backward would).
+
+    `dys` are the probes' gradients in the tape's order; None (the output was not used) adds nothing.
+    """
+    with torch.no_grad():
+        for (module, saved, _), dy in zip(reversed(tape.taps), reversed(dys), strict=True):
+            if dy is not None:
+                module.write_weight_grads(saved, dy, sink)
