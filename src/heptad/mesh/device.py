@@ -1,0 +1,48 @@
+"""Process groups of a layout: made once per distinct set of ranks, all at start, in one order on every rank.
+
+Their number depends on the axes in use, never on the model's depth. Read next: `collectives.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from heptad.mesh.collectives import Group
+from heptad.mesh.layout import Layout
+from heptad.mesh.ledger import Ledger
+
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+
+
+class Mesh:
+    """The groups this rank belongs to. `torch.distributed` is initialised before (world of 1: need not be)."""
+
+    def __init__(self, layout: Layout, rank: int, wanted: Sequence[tuple[str, ...]], device: torch.device) -> None:
+        self.layout, self.rank, self.device, self.ledger = layout, rank, device, Ledger()
+        self._groups: dict[tuple[str, ...], Group] = {}
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for axes in wanted:
+            for ranks in layout.groups(axes):
+                if ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            ranks = layout.group_of(rank, axes)
+            name = "*".join(axis for axis in axes if layout.degree(axis) > 1) or "*".join(axes) or "none"
+            point_to_point = device.type == "cpu"
+            self._groups[axes] = Group(name, ranks, ranks.index(rank), made[ranks], self.ledger, point_to_point)
+
+    def group(self, *axes: str) -> Group:
+        """The group along `axes`, which must be among those wanted at construction."""
+        return self._groups[axes]
+
+    def device_mesh(self, *dims: tuple[str, ...]) -> DeviceMesh:
+        """A torch DeviceMesh of this rank's block of ranks, one mesh dim for each tuple of axes (outermost first)."""
+        every = tuple(axis for axes in dims for axis in axes)
+        shape = [self.layout.degree(*axes) for axes in dims]
+        blocks = [torch.tensor(ranks).view(shape) for ranks in self.layout.groups(every)]
+        names = tuple("*".join(axes) for axes in dims)
+        meshes = [DeviceMesh(self.device.type, block, mesh_dim_names=names) for block in blocks]
+        return next(mesh for mesh, block in zip(meshes, blocks, strict=True) if self.rank in block)

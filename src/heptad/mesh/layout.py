@@ -1,0 +1,94 @@
+"""Degrees and order of the axes; ranks ↔ coordinates; groups of ranks; which links a group crosses. Pure, no torch.
+
+Dense ranks: world = pp · dp_replicate · dp_shard · cp · tp. Expert axes are carved from the same ranks:
+E_dp · ep · etp = dp_shard · cp · tp (FIELD.md). `order` names the axes outermost first: neighbours along the last axis
+are neighbouring ranks. Read next: `device.py` (process groups of these), `axes/apply.py` (who uses which group).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from heptad.config.schema import LayoutSection
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`axes`: names outermost first; `degrees`: their sizes, in that order; `ep`, `etp` inside dp_shard × cp × tp."""
+
+    axes: tuple[str, ...]
+    degrees: tuple[int, ...]
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, section: LayoutSection) -> Layout:
+        """The layout a job file describes (already checked: `order` is a permutation of the five axes)."""
+        axes = tuple(section.order.split("-"))
+        assert sorted(axes) == sorted(AXES), axes
+        return cls(axes, tuple(getattr(section, axis) for axis in axes), section.ep, section.etp)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.degrees)
+
+    def degree(self, *axes: str) -> int:
+        """Product of the degrees of `axes` (1 for none)."""
+        return math.prod(self.degrees[self.axes.index(axis)] for axis in axes)
+
+    @property
+    def expert_data_parallel(self) -> int:
+        """Copies of an expert inside one dp_shard × cp × tp block (E_dp)."""
+        return self.degree("dp_shard", "cp", "tp") // (self.ep * self.etp)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Axis name -> coordinate of `rank`."""
+        assert 0 <= rank < self.world, (rank, self.world)
+        found = {}
+        for axis, degree in zip(reversed(self.axes), reversed(self.degrees), strict=True):
+            rank, found[axis] = divmod(rank, degree)
+        return found
+
+    def rank_of(self, coords: Mapping[str, int]) -> int:
+        """Inverse of `coords`; an axis left out is 0."""
+        rank = 0
+        for axis, degree in zip(self.axes, self.degrees, strict=True):
+            rank = rank * degree + coords.get(axis, 0)
+        return rank
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`: a partition of the ranks. Inside a group ranks are ordered by `axes`, first outermost."""
+        others = [axis for axis in self.axes if axis not in axes]
+        return tuple(self._along(axes, fixed) for fixed in self._points(others))
+
+    def group_of(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The group along `axes` that holds `rank`."""
+        coords = self.coords(rank)
+        return self._along(axes, {axis: coords[axis] for axis in self.axes if axis not in axes})
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences: dp_replicate × dp_shard."""
+        return self.degree("dp_replicate", "dp_shard")
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch `rank` reads, in [0, data_ranks)."""
+        coords = self.coords(rank)
+        return coords["dp_replicate"] * self.degree("dp_shard") + coords["dp_shard"]
+
+    def crosses_nodes(self, axes: Sequence[str], devices_per_node: int) -> bool:
+        """Whether some group along `axes` has ranks on two nodes (ranks fill nodes in order)."""
+        return any(len({rank // devices_per_node for rank in group}) > 1 for group in self.groups(axes))
+
+    def _points(self, axes: Sequence[str]) -> list[dict[str, int]]:
+        ranges = [range(self.degree(axis)) for axis in axes]
+        return [dict(zip(axes, point, strict=True)) for point in product(*ranges)]
+
+    def _along(self, axes: Sequence[str], fixed: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(self.rank_of({**fixed, **point}) for point in self._points(axes))

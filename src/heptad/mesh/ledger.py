@@ -1,0 +1,68 @@
+"""The ledger: every collective of a run, counted by axis × op × phase, in logical bytes one rank sends.
+
+`mesh/collectives.py` writes it for Heptad's own collectives. `LibraryLedger` is a dispatch mode for those that a library
+issues behind our back (FSDP2): it sees torch's c10d operators and counts them on the axis it was opened for.
+Read next: `axes/data/cost.py` (the prediction that must equal it), `report` (the table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heptad.trace import Transfer, total
+from heptad.units import sent_bytes
+
+
+class Ledger:
+    """Counts of one rank since the last `reset`."""
+
+    def __init__(self) -> None:
+        self._entries: list[Transfer] = []
+
+    def record(self, op: str, axis: str, phase: str, num_bytes: int) -> None:
+        """One collective: `num_bytes` is what this rank sends, by the ring formula or as posted (point to point)."""
+        self._entries.append(Transfer(op, axis, phase, num_bytes))
+
+    def transfers(self) -> list[Transfer]:
+        """One `Transfer` a kind, summed, sorted by axis, op and phase."""
+        sums = sorted(total(self._entries).items())
+        return [Transfer(op, axis, phase, num_bytes, count) for (axis, op, phase), (count, num_bytes) in sums]
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self._entries.clear()
+
+
+_LIBRARY_OPS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+
+
+class LibraryLedger(TorchDispatchMode):
+    """Counts c10d collectives issued while it is active; `phase()` names the phase at that moment.
+
+    `axis_of` maps the number of ranks of the collective's buffers to the axis (an engine has at most two groups).
+    """
+
+    def __init__(self, ledger: Ledger, axis_of: Callable[[int], str], phase: Callable[[], str]) -> None:
+        super().__init__()
+        self.ledger, self.axis_of, self.phase = ledger, axis_of, phase
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count, then run."""
+        if func.namespace == "c10d" and (op := _LIBRARY_OPS.get(func._schema.name.split("::")[1])):
+            self._count(op, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, op: str, args: tuple[Any, ...]) -> None:
+        tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        full = args[1] if op == "reduce_scatter" else tensors[0]
+        group = next(arg for arg in args[1:] if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        size = torch.distributed.ProcessGroup.unbox(group).size()
+        num_bytes = sum(t.nbytes for t in tensors) if op == "all_reduce" else full.nbytes
+        if size > 1:
+            self.ledger.record(op, self.axis_of(size), self.phase(), sent_bytes(op, num_bytes, size))
