@@ -6,19 +6,45 @@ need more than one field stand in `check.py`. This module never imports torch.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Stage = Literal[0, 1, 2, 3]
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_bool)]
 DtypeName = Literal["auto", "fp64", "fp32", "bf16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "sgd", "muon"]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent conversion between kinds of value."""
+    """Base of all sections: immutable, no unknown keys, no silent conversion between kinds of value.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+    TOML has no null: "none" stands for it in every optional field that is not text (`clip_norm = "none"`).
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_a_word(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: None if value == "none" and key in cls.nullable() else value for key, value in values.items()}
+
+    @classmethod
+    def nullable(cls) -> frozenset[str]:
+        """Names of the fields in which "none" means no value."""
+        kinds = {name: get_args(field.annotation) for name, field in cls.model_fields.items()}
+        return frozenset(name for name, args in kinds.items() if type(None) in args and str not in args)
 
 
 class RopeScaling(Section):
@@ -27,11 +53,11 @@ class RopeScaling(Section):
     kind: Literal["llama3", "yarn"]
     factor: float = Field(gt=0)
     original_max_positions: int = Field(gt=0)
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    beta_fast: float = Field(default=32.0, gt=0)
+    beta_slow: float = Field(default=1.0, gt=0)
+    attention_factor: float | None = Field(default=None, gt=0)
 
 
 class ModelSection(Section):
@@ -49,11 +75,11 @@ class ModelSection(Section):
     vocab: int = Field(default=257, ge=2)
     max_positions: int = Field(default=2048, ge=1)
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-5
+    norm_eps: float = Field(default=1e-5, gt=0)
     mlp: Literal["gated", "plain"] = "gated"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     positions: Literal["rotary", "learned"] = "rotary"
-    rope_theta: float = 10000.0
+    rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -102,7 +128,7 @@ class RecomputeSection(Section):
     """Which forward is run again in the backward instead of being kept."""
 
     mode: Literal["none", "selective", "full"] = "none"
-    segment: int | Literal["sqrt"] = 1
+    segment: Annotated[int, Field(ge=1)] | Literal["sqrt"] = 1
 
 
 class PrecisionSection(Section):
@@ -133,13 +159,16 @@ class OffloadSection(Section):
 
 
 class OptimizerSection(Section):
-    """`name` updates every role; `roles` overrides by role, e.g. {matrix = "muon"}. Learning rate: step i of warm-up is i/w of `lr`."""
+    """`name` updates every role; `roles` overrides by role, e.g. {matrix = "muon"}.
+
+    Learning rate: step i of a warm-up of w steps has i/w of `lr`.
+    """
 
     name: OptimizerName = "adamw"
     roles: dict[Literal["matrix", "embedding", "head", "norm", "bias"], OptimizerName] = {}
     lr: float = Field(default=3e-4, gt=0)
     muon_lr: float = Field(default=0.02, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
@@ -172,7 +201,7 @@ class DataSection(Section):
     prompt_field: str | None = None
     pack: bool = True
     shuffle: bool = True
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
     max_bytes: int | None = Field(default=None, ge=1)
     cache_dir: str | None = None
@@ -184,7 +213,7 @@ class TrainSection(Section):
     global_batch: int = Field(default=8, ge=1)
     micro_batch: int = Field(default=1, ge=1)
     steps: int = Field(default=10, ge=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     deterministic: bool = False
     compile: bool = False
     val_every: int = Field(default=0, ge=0)
