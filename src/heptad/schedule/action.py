@@ -1,0 +1,123 @@
+"""A step as data: actions on (unit or bucket, micro-batch), with a text form that round-trips. Pure, no torch.
+
+Text: index, kind, micro-batch. `3F0` runs unit 3 forward on micro-batch 0; `2G1` starts gathering bucket 2 for
+micro-batch 1 and `2g1` waits for it. Capital: start, or an action that is done when it returns; small: the wait for the
+communication that the capital started. `U` updates the parameters. A program is one line per rank, actions separated
+by blanks. What is computed is a *unit*; what is gathered, dropped and reduced is a *bucket* of parameters.
+Read next: `lower.py` (who places what), `check.py` (what is proven), `executor.py` (the loop that runs it).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What an action does. F, B, I, W, C act on a unit, G to a on a bucket, U on everything."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Input and weight gradients, one after the other: I and W in one action."""
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    RECOMPUTE = "C"
+    """The unit's forward again, now keeping its graph."""
+    GATHER = "G"
+    WAIT_GATHER = "g"
+    DROP = "D"
+    """The full parameters are no longer valid (their storage is freed where they are sharded)."""
+    REDUCE = "R"
+    WAIT_REDUCE = "r"
+    """The reduced gradient is in the shard; the full gradient's memory is free again."""
+    ALL_REDUCE = "A"
+    """Sum of the shard's gradient over the replicas of the shard (HSDP)."""
+    WAIT_ALL_REDUCE = "a"
+    UPDATE = "U"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE})
+WAIT_OF = {
+    Kind.GATHER: Kind.WAIT_GATHER,
+    Kind.REDUCE: Kind.WAIT_REDUCE,
+    Kind.ALL_REDUCE: Kind.WAIT_ALL_REDUCE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`index` is a unit for COMPUTE kinds, a bucket for the others; both are -1 for UPDATE."""
+
+    kind: Kind
+    index: int = -1
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        return "U" if self.kind is Kind.UPDATE else f"{self.index}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Inverse of `str`; ValueError names the text that is no action."""
+        if text == "U":
+            return cls(Kind.UPDATE)
+        found = re.fullmatch(r"(\d+)([A-Za-z])(\d+)", text)
+        kinds = {kind.value: kind for kind in Kind if kind is not Kind.UPDATE}
+        if found is None or found[2] not in kinds:
+            raise ValueError(f"{text!r} is no action; expected e.g. 3F0, 2G1 or U")
+        return cls(kinds[found[2]], int(found[1]), int(found[3]))
+
+
+Program = tuple[Action, ...]
+
+
+def format_program(program: Iterable[Action]) -> str:
+    """One line: the actions' text forms, separated by blanks."""
+    return " ".join(map(str, program))
+
+
+def parse_program(line: str) -> Program:
+    """Inverse of `format_program`."""
+    return tuple(Action.parse(word) for word in line.split())
+
+
+@dataclass(frozen=True, slots=True)
+class UnitUse:
+    """Which buckets a unit touches: read by F and C, read by I (and B), written by W (and B).
+
+    `backward` False: nothing below or in this unit is trainable, so it has no B.
+    """
+
+    name: str
+    forward: tuple[int, ...]
+    backward_reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    backward: bool = True
+
+    def reads(self, kind: Kind) -> tuple[int, ...]:
+        """Buckets whose full parameters an action of `kind` needs."""
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            return self.forward
+        return self.backward_reads if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) else ()
+
+    def written(self, kind: Kind) -> tuple[int, ...]:
+        """Buckets whose gradient an action of `kind` adds to."""
+        return self.writes if kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD) else ()
+
+
+def gradient_accumulation(units: Sequence[UnitUse], microbatches: int, recompute: frozenset[int] = frozenset()) -> Program:
+    """The compute actions of one rank without a pipeline: each micro-batch forward, then backward; `recompute` units run C."""
+    program: list[Action] = []
+    for microbatch in range(microbatches):
+        program += [Action(Kind.FORWARD, unit, microbatch) for unit in range(len(units))]
+        for unit in reversed(range(len(units))):
+            if units[unit].backward:
+                program += [Action(Kind.RECOMPUTE, unit, microbatch)] * (unit in recompute)
+                program.append(Action(Kind.BACKWARD, unit, microbatch))
+    return tuple(program)
+
+
+def forward_only(units: Sequence[UnitUse], microbatches: int) -> Program:
+    """The compute actions of an evaluation."""
+    return tuple(Action(Kind.FORWARD, unit, mb) for mb in range(microbatches) for unit in range(len(units)))

@@ -1,0 +1,136 @@
+"""Proof of one rank's program, before it runs: every rule the executor relies on, or a ScheduleError with the place.
+
+Proven: each compute action once and after what it depends on; a bucket gathered (and waited for) at each use and dropped
+once per gather; each gradient reduced after its last write and exactly once; every start has its wait; never more than
+`max_gathered` buckets with full parameters; the update last; and, over ranks, one order of collectives per group
+(on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from heptad.schedule.action import COMPUTE, WAIT_OF, Action, Kind, Program, UnitUse
+from heptad.schedule.lower import DataRule
+
+
+class ScheduleError(AssertionError):
+    """A program that must not run; the message shows the neighbourhood with an arrow at the bad action."""
+
+    def __init__(self, program: Program, position: int, rule: str) -> None:
+        around = [
+            ("-> " if p == position else "   ") + str(program[p])
+            for p in range(max(0, position - 4), min(len(program), position + 5))
+        ]
+        super().__init__(f"action {position}: {rule}\n" + "\n".join(around))
+        self.position = position
+
+
+def check(program: Program, units: Sequence[UnitUse], rule: DataRule, max_gathered: int | None = None) -> None:
+    """Raise ScheduleError unless `program` is a correct step (or evaluation: no update) of `units` under `rule`."""
+    state = _State(program, units, rule, max_gathered)
+    for position, action in enumerate(program):
+        state.take(position, action)
+    state.finish()
+
+
+def check_group_order(programs: Sequence[Program]) -> None:
+    """All ranks of a data group must start the same collectives in the same order."""
+    starts = [[action for action in program if action.kind in WAIT_OF] for program in programs]
+    for rank, other in enumerate(starts):
+        if other != starts[0]:
+            pairs = zip(other, starts[0], strict=False)
+            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(other), len(starts[0])))
+            position = [p for p, action in enumerate(programs[rank]) if action.kind in WAIT_OF][place : place + 1]
+            raise ScheduleError(programs[rank], *(position or [0]), f"rank {rank} leaves rank 0's order of collectives")
+
+
+class _State:
+    """What is known after a prefix of the program."""
+
+    def __init__(self, program: Program, units: Sequence[UnitUse], rule: DataRule, max_gathered: int | None) -> None:
+        self.program, self.units, self.rule, self.max_gathered = program, units, rule, max_gathered
+        self.trains = any(action.kind is Kind.UPDATE for action in program)
+        self.done: set[Action] = set()
+        self.full: set[int] = set()  # gathered and waited for
+        self.pending: dict[tuple[Kind, int], int] = {}  # started collectives -> position
+        self.written: dict[int, int] = {}  # bucket with a gradient not yet drained -> last write
+        self.reduced: set[int] = set()  # buckets drained at least once
+        self.all_reduced: set[int] = set()
+
+    def take(self, position: int, action: Action) -> None:
+        """Check one action and go on."""
+
+        def require(truth: bool, rule: str) -> None:
+            if not truth:
+                raise ScheduleError(self.program, position, rule)
+
+        kind, index = action.kind, action.index
+        require(action not in self.done or kind not in COMPUTE, "this action has run already")
+        self.done.add(action)
+        if kind in COMPUTE:
+            self._compute(action, position, require)
+        elif kind in WAIT_OF:
+            require((kind, index) not in self.pending, "started twice without a wait")
+            self.pending[kind, index] = position
+            if kind is Kind.GATHER:
+                require(index not in self.full, "gathered although it is full")
+                gathering = len(self.full) + sum(k is Kind.GATHER for k, _ in self.pending)
+                bound = self.max_gathered
+                require(bound is None or gathering <= bound, f"more than {bound} buckets hold full parameters")
+            elif kind is Kind.REDUCE:
+                require(index in self.written, "reduced without a gradient")
+                del self.written[index]
+                self.reduced.add(index)
+            else:
+                require(index in self.reduced and (Kind.REDUCE, index) not in self.pending, "not reduced yet")
+                self.all_reduced.add(index)
+        elif kind is Kind.DROP:
+            require(index in self.full, "dropped although it is not full")
+            self.full.discard(index)
+        elif kind is Kind.UPDATE:
+            require(position == len(self.program) - 1, "the update is not the last action")
+            require(not self.written, f"buckets {sorted(self.written)} have gradients that were not reduced")
+            missing = self.reduced - self.all_reduced if self.rule.replicas else set()
+            require(not missing, f"buckets {sorted(missing)} were not summed over their replicas")
+            require(not self.pending, f"not waited for: {sorted(str(k) for k in self.pending)}")
+        else:
+            start = next(begin for begin, wait in WAIT_OF.items() if wait is kind)
+            require((start, index) in self.pending, "a wait without its start")
+            del self.pending[start, index]
+            if kind is Kind.WAIT_GATHER:
+                self.full.add(index)
+
+    def _compute(self, action: Action, position: int, require: object) -> None:
+        assert callable(require)
+        kind, unit, microbatch = action.kind, action.index, action.microbatch
+        need = {
+            Kind.FORWARD: [(Kind.FORWARD, unit - 1)] * (unit > 0),
+            Kind.RECOMPUTE: [(Kind.FORWARD, unit)],
+            Kind.WEIGHT_GRAD: [(Kind.INPUT_GRAD, unit)],
+        }.get(kind, [(Kind.FORWARD, unit)])
+        for needed, index in need:
+            require(Action(needed, index, microbatch) in self.done, f"{index}{needed.value}{microbatch} has not run")
+        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and unit + 1 < len(self.units):
+            above = {Action(k, unit + 1, microbatch) for k in (Kind.BACKWARD, Kind.INPUT_GRAD)}
+            require(bool(above & self.done), f"unit {unit + 1} has not run backward on micro-batch {microbatch}")
+        if self.rule.gather != "never":
+            for bucket in self.units[unit].reads(kind):
+                require(bucket in self.full, f"bucket {bucket} is not gathered")
+        for bucket in self.units[unit].written(kind):
+            require((Kind.REDUCE, bucket) not in self.pending, f"writes the gradient of bucket {bucket} under reduction")
+            self.written[bucket] = position
+
+    def finish(self) -> None:
+        """What must hold at the end: every unit ran on every micro-batch, in both directions when training."""
+        microbatches = {action.microbatch for action in self.done if action.kind in COMPUTE}
+        for microbatch in microbatches:
+            for index, unit in enumerate(self.units):
+                ran = {action.kind for action in self.done if (action.index, action.microbatch) == (index, microbatch)}
+                wanted = [{Kind.FORWARD}]
+                if self.trains and unit.backward:
+                    wanted = [{Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}]
+                if not any(need <= ran & COMPUTE for need in wanted):
+                    raise ScheduleError(self.program, len(self.program) - 1, f"unit {index} is incomplete on {microbatch}")
+        if self.pending:
+            raise ScheduleError(self.program, max(self.pending.values()), "started and never waited for")

@@ -1,0 +1,128 @@
+"""Lowering for the data axis: from compute actions to a program with gathers, drops, reductions and the update. Pure.
+
+Where a bucket is used is known from the program itself, so one rule covers every stage, any accumulation and any
+schedule: consecutive uses of a bucket share one gather when no other unit computes between them (the turn from forward
+to backward); a gather starts `prefetch` compute actions before its first use and is waited for right there; a reduction
+starts right after the last gradient it drains and is waited for `prefetch` compute actions later, so at most that many
+full gradients wait for the network beside the one being written. Source of the stages: ZeRO, Rajbhandari et al. 2020,
+§5; FSDP, Zhao et al. 2023, §3. Read next: `check.py`, `axes/data/stages.py` (the rules of the stages).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from heptad.schedule.action import Action, Kind, Program, UnitUse
+
+
+@dataclass(frozen=True, slots=True)
+class DataRule:
+    """What a stage does with buckets.
+
+    gather: never (stage 0), once a step (1, 2) or at each use (3). reduce: after each micro-batch or once a step.
+    scatter: a reduction is a reduce-scatter, waited for soon since that frees memory; else an all-reduce, waited for at
+    the end. replicas: an all-reduce over the replicas of a shard follows a bucket's last reduction (HSDP).
+    prefetch: compute actions between the start of a gather and its first use, and between a reduction and its wait.
+    """
+
+    gather: Literal["never", "step", "use"]
+    reduce: Literal["never", "step", "microbatch"]
+    scatter: bool = True
+    replicas: bool = False
+    prefetch: int = 1
+
+
+_Slots = dict[int, list[Action]]
+_ORDER_AFTER = [Kind.DROP, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.REDUCE]
+"""Free memory first, then start what needs some."""
+
+
+def lower(compute: Program, units: Sequence[UnitUse], rule: DataRule, update: bool = True) -> Program:
+    """The full program of one rank; `update` False for an evaluation (no reductions either)."""
+    before: _Slots = defaultdict(list)
+    after: _Slots = defaultdict(list)
+    tail: list[Action] = []
+    _place_gathers(compute, units, rule, before, after)
+    if update:
+        _place_reductions(compute, units, rule, after, tail)
+    program: list[Action] = []
+    for position, action in enumerate(compute):
+        program += sorted(before[position], key=lambda a: a.kind is Kind.WAIT_GATHER)
+        program.append(action)
+        program += sorted(after[position], key=lambda a: _ORDER_AFTER.index(a.kind))
+    return (*program, *tail, Action(Kind.UPDATE)) if update else tuple(program)
+
+
+def _spans(positions: Sequence[int], whole: bool) -> list[tuple[int, int]]:
+    """Stretches [first, last] of uses served by one gather: neighbours merge, or all of them (`whole`)."""
+    if whole:
+        return [(positions[0], positions[-1])]
+    spans = [(positions[0], positions[0])]
+    for position in positions[1:]:
+        if position <= spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], position)
+        else:
+            spans.append((position, position))
+    return spans
+
+
+def _place_gathers(compute: Program, units: Sequence[UnitUse], rule: DataRule, before: _Slots, after: _Slots) -> None:
+    if rule.gather == "never":
+        return
+    uses: dict[int, list[int]] = defaultdict(list)
+    for position, action in enumerate(compute):
+        for bucket in units[action.index].reads(action.kind):
+            uses[bucket].append(position)
+    spans = sorted(
+        (*span, bucket) for bucket, positions in uses.items() for span in _spans(positions, rule.gather == "step")
+    )
+    free_from: dict[int, int] = defaultdict(int)  # bucket -> first position after its last drop
+    for first, last, bucket in spans:
+        start = max(free_from[bucket], first - rule.prefetch)
+        microbatch = compute[first].microbatch
+        before[start].append(Action(Kind.GATHER, bucket, microbatch))
+        before[first].append(Action(Kind.WAIT_GATHER, bucket, microbatch))
+        after[last].append(Action(Kind.DROP, bucket, microbatch))
+        free_from[bucket] = last + 1
+
+
+def _place_reductions(
+    compute: Program, units: Sequence[UnitUse], rule: DataRule, after: _Slots, tail: list[Action]
+) -> None:
+    writes: dict[int, list[int]] = defaultdict(list)
+    for position, action in enumerate(compute):
+        for bucket in units[action.index].written(action.kind):
+            writes[bucket].append(position)
+    drains = sorted(
+        (position, bucket) for bucket, positions in writes.items() for position in _drains(compute, positions, rule)
+    )
+    end = len(compute) - 1
+    last_waits: list[Action] = []
+    for position, bucket in drains:
+        microbatch = compute[position].microbatch
+        next_write = min((p for p in writes[bucket] if p > position), default=end + 1)
+        late = min(position + max(1, rule.prefetch), next_write - 1) if rule.scatter else end
+        waits = [Action(Kind.WAIT_REDUCE, bucket, microbatch)]
+        if rule.replicas and position == writes[bucket][-1]:
+            waits.append(Action(Kind.ALL_REDUCE, bucket, microbatch))
+            last_waits.append(Action(Kind.WAIT_ALL_REDUCE, bucket, microbatch))
+        after[position].append(Action(Kind.REDUCE, bucket, microbatch))
+        assert late > position or late == end, f"bucket {bucket} is written again at once after {compute[position]}"
+        if late < end:
+            after[late] += waits
+        else:
+            tail += waits
+    tail += last_waits
+
+
+def _drains(compute: Program, writes: Sequence[int], rule: DataRule) -> list[int]:
+    """Positions of `writes` after which the bucket is reduced: the last of each micro-batch, or of the step."""
+    if rule.reduce == "never":
+        return []
+    if rule.reduce == "step":
+        return [writes[-1]]
+    last = {compute[position].microbatch: position for position in writes}
+    return sorted(last.values())
