@@ -26,7 +26,7 @@ def model_presets() -> dict[str, Path]:
 
 
 def model_preset(name: str) -> dict[str, object]:
-    """The fields of [model] that preset `name` sets (lists as tuples); ConfigError with the nearest name when unknown."""
+    """The fields of [model] that preset `name` sets, lists as tuples; an unknown name is refused with the nearest."""
     known = model_presets()
     if name not in known:
         close = nearest(name, known)
@@ -41,7 +41,7 @@ def model_preset(name: str) -> dict[str, object]:
 
 
 def expand(section: ModelSection) -> ModelSection:
-    """`section` with its preset's fields filled in below those that were given; a new value, `preset` keeps its name."""
+    """A new section: what was given over the preset's fields over the defaults; `preset` keeps its name."""
     if section.preset is None:
         return section
     given = {name: getattr(section, name) for name in section.model_fields_set}

@@ -1,7 +1,7 @@
 """The job file as frozen types: one class a section, one field an option, every default in sight.
 
-Names and sections are the contract of the design; unknown keys are refused with the nearest name (`load.py`), rules that
-need more than one field stand in `check.py`. This module never imports torch.
+Names and sections are the contract of the design; unknown keys are refused with the nearest name (`load.py`), rules
+that need more than one field stand in `check.py`. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 def _no_bool(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError("a number is expected, not true or false")
+        raise ValueError("one of 0, 1, 2 or 3, not true or false")
     return value
 
 
