@@ -1,8 +1,12 @@
-"""One micro-batch as the model reads it."""
+"""One micro-batch as the model reads it, and which positions may see each other.
+
+The mask is made when the batch is, from `documents` alone: nothing a caller passes or forgets can join two documents.
+A batch whose rows are one document each needs no mask (`mask` None: plain causal attention), which halves the work.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +21,9 @@ class Batch:
 
     `positions` restart at every document, `documents` numbers them within a sequence (attention never crosses), and
     `index` is the position's number in the step's global order of tokens (keyed dropout reads it). `step` keys it too.
+    `mixed` says that a row may hold more than one document; None looks (the one data-dependent value here, so whoever
+    builds a batch of fake tensors must say True or False). `mask` [B, 1, L, L] bool, True where the query (second to
+    last dim) sees the key; None when nothing is mixed.
     """
 
     ids: Tensor
@@ -25,6 +32,14 @@ class Batch:
     documents: Tensor
     index: Tensor
     step: int
+    mixed: bool | None = None
+    mask: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.mixed is None:
+            object.__setattr__(self, "mixed", bool((self.documents != self.documents[:, :1]).any()))
+        if self.mixed:
+            object.__setattr__(self, "mask", visible(self.documents))
 
     def num_targets(self) -> int:
         """Number of positions that count in the loss."""
@@ -33,4 +48,12 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
         moved = (getattr(self, name).to(device) for name in ("ids", "labels", "positions", "documents", "index"))
-        return Batch(*moved, step=self.step)
+        return Batch(*moved, step=self.step, mixed=self.mixed)
+
+
+def visible(documents: Tensor) -> Tensor:
+    """documents [B, L] -> bool [B, 1, L, L]: the same document, and no key after its query."""
+    length = documents.shape[1]
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [B, Lq, Lk]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return same.logical_and_(causal).unsqueeze(1)

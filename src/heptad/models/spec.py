@@ -7,8 +7,12 @@ This module never imports torch. Read next: `decoder.py` (the torch model these 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
+
+from heptad.config.schema import ModelSection
+from heptad.errors import ConfigError, Problem
 
 Role = Literal["matrix", "embedding", "head", "norm", "bias"]
 
@@ -55,3 +59,140 @@ class UnitSpec:
     params: tuple[str, ...]
     borrowed: tuple[str, ...] = ()
     backward_reads: tuple[str, ...] = ()
+
+
+def complete(section: ModelSection) -> ModelSection:
+    """`section` with kv_heads and head_dim filled and its sizes checked; a complete one comes back equal.
+
+    Raises ConfigError naming every size that does not fit.
+    """
+    problems = []
+    head_dim, kv_heads = section.head_dim, section.kv_heads or section.heads
+    if head_dim is None:
+        head_dim = max(section.width // section.heads, 1)
+        if section.width % section.heads:
+            problems.append(
+                Problem(
+                    "model.heads",
+                    section.heads,
+                    f"must divide model.width = {section.width} when model.head_dim is not given",
+                    "change one of them, or give model.head_dim",
+                )
+            )
+    if section.heads % kv_heads:
+        problems.append(
+            Problem(
+                "model.kv_heads",
+                kv_heads,
+                f"must divide model.heads = {section.heads}: each key/value head serves as many query heads",
+                f"take one of {[n for n in range(1, section.heads + 1) if section.heads % n == 0]}",
+            )
+        )
+    if section.positions == "rotary" and head_dim % 2 and not problems:
+        problems.append(
+            Problem(
+                "model.head_dim",
+                head_dim,
+                "must be even with rotary positions: features turn in pairs",
+                f"take {head_dim + 1}, or model.positions = 'learned'",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return section.model_copy(update={"head_dim": head_dim, "kv_heads": kv_heads})
+
+
+def param_specs(section: ModelSection) -> tuple[ParamSpec, ...]:
+    """Every parameter of the decoder, a tied one once under its owner's name, in program order.
+
+    Matrices and embeddings start from normal(0, init_std), those that write into the residual stream from
+    init_std / sqrt(2·layers) (GPT-2's rule); norms at 1, biases at 0. Spreads never depend on how a parameter is cut.
+    """
+    section = complete(section)
+    specs = _embed(section)
+    for i in range(section.layers):
+        specs += _attention(section, f"blocks.{i}.attention") + _mlp(section, f"blocks.{i}.mlp")
+    specs += _norm(section, "head.norm", "width", section.width)
+    if not section.tied:
+        specs.append(_normal("head.out.weight", (section.vocab, section.width), ("vocab", "width"), "head", section))
+    return tuple(replace(item, trainable=not _frozen(item.name, section)) for item in specs)
+
+
+def unit_specs(section: ModelSection) -> tuple[UnitSpec, ...]:
+    """The units of the decoder in program order, with what each reads again in its backward."""
+    names = [item.name for item in param_specs(section)]
+    units = [UnitSpec("embed", "embed", ("embed",), _of("embed", names))]
+    for i in range(section.layers):
+        params = _of(f"blocks.{i}", names)
+        units.append(UnitSpec(f"blocks.{i}", "block", ("attention", "mlp"), params, (), _weights(params)))
+    params, borrowed = _of("head", names), ("embed.tokens.weight",) if section.tied else ()
+    units.append(UnitSpec("head", "head", ("head",), params, borrowed, _weights(params) + borrowed))
+    return tuple(units)
+
+
+def _of(unit: str, names: list[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.startswith(f"{unit}."))
+
+
+def _weights(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.endswith(".weight"))
+
+
+def _frozen(name: str, section: ModelSection) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in section.frozen)
+
+
+def _normal(
+    name: str, shape: tuple[int, ...], dims: tuple[str, ...], role: Role, section: ModelSection, shrink: float = 1.0
+) -> ParamSpec:
+    return ParamSpec(name, shape, dims, role, Init("normal", section.init_std * shrink))
+
+
+def _linear(
+    section: ModelSection, name: str, out: tuple[str, int], into: tuple[str, int], bias: bool, shrink: float = 1.0
+) -> list[ParamSpec]:
+    shape, dims = (out[1], into[1]), (out[0], into[0])
+    specs = [_normal(f"{name}.weight", shape, dims, "matrix", section, shrink)]
+    if bias:
+        specs.append(ParamSpec(f"{name}.bias", (out[1],), (out[0],), "bias", Init("constant", 0.0)))
+    return specs
+
+
+def _norm(section: ModelSection, name: str, dim: str, size: int) -> list[ParamSpec]:
+    specs = [ParamSpec(f"{name}.weight", (size,), (dim,), "norm", Init("constant", 1.0))]
+    if section.norm == "layer":
+        specs.append(ParamSpec(f"{name}.bias", (size,), (dim,), "bias", Init("constant", 0.0)))
+    return specs
+
+
+def _embed(section: ModelSection) -> list[ParamSpec]:
+    width = section.width
+    specs = [_normal("embed.tokens.weight", (section.vocab, width), ("vocab", "width"), "embedding", section)]
+    if section.positions == "learned":
+        shape = (section.max_positions, width)
+        specs.append(_normal("embed.positions.weight", shape, ("positions", "width"), "embedding", section))
+    return specs
+
+
+def _attention(section: ModelSection, name: str) -> list[ParamSpec]:
+    assert section.head_dim is not None and section.kv_heads is not None
+    width, d = ("width", section.width), section.head_dim
+    heads, kv_heads = ("heads", section.heads * d), ("kv_heads", section.kv_heads * d)
+    specs = _norm(section, f"{name}.norm", *width)
+    for part, out in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        specs += _linear(section, f"{name}.{part}", out, width, section.qkv_bias)
+    if section.qk_norm:
+        specs += _norm(section, f"{name}.q_norm", "head_dim", d) + _norm(section, f"{name}.k_norm", "head_dim", d)
+    return specs + _linear(section, f"{name}.out", width, heads, section.attention_bias, _shrink(section))
+
+
+def _mlp(section: ModelSection, name: str) -> list[ParamSpec]:
+    width, inner = ("width", section.width), ("mlp", section.mlp_width)
+    specs = _norm(section, f"{name}.norm", *width)
+    for part in ("gate", "up") if section.mlp == "gated" else ("up",):
+        specs += _linear(section, f"{name}.{part}", inner, width, section.mlp_bias)
+    return specs + _linear(section, f"{name}.down", width, inner, section.mlp_bias, _shrink(section))
+
+
+def _shrink(section: ModelSection) -> float:
+    return 1 / math.sqrt(2 * section.layers)

@@ -1,0 +1,221 @@
+"""From a job to a model that the executor and the data axis can drive: Heptad's decoder or a class of the user's own.
+
+A model is built on the meta device (no memory); the data axis gives its parameters storage (`Model.bind`) and `init.py`
+their values. A custom class is called with the `ModelSection` and has `units() -> list[nn.Module]` (first is called with
+(None, batch), the last returns the sum of token losses, those between map x to x) and, if the derived ones do not fit,
+`param_specs()` and `unit_specs()`. A module may be listed twice: its parameters are shared.
+
+Its nn.Linear, nn.Embedding, nn.LayerNorm and nn.RMSNorm become tapped ones in place; they must be *called* (a weight used
+by hand, as in `F.linear(x, self.table.weight)`, has to be registered where it is used). Any other parameter is loose: its
+gradient finishes in I. Read next: `taps.py`, `layers.py`, `decoder.py`, `examples/custom_model.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heptad.config.schema import Job, ModelSection
+from heptad.errors import ConfigError
+from heptad.models import init, spec
+from heptad.models.batch import Batch
+from heptad.models.decoder import Decoder
+from heptad.models.layers import Embedding, LayerNorm, Linear, RMSNorm
+from heptad.models.spec import Init, ParamSpec, UnitSpec
+
+TAPPED = (Linear, Embedding, RMSNorm, LayerNorm)
+TappedModule = Linear | Embedding | RMSNorm | LayerNorm
+
+
+class Model:
+    """A decoder or a custom model, seen alike. `params`: by owner's name, a tied one once; `specs` in the same order."""
+
+    def __init__(
+        self, module: nn.Module, units: list[nn.Module], specs: tuple[ParamSpec, ...], unit_specs: tuple[UnitSpec, ...]
+    ) -> None:
+        assert len(units) == len(unit_specs)
+        self.module, self.units, self.specs, self.unit_specs = module, units, specs, unit_specs
+        self.params = {item.name: module.get_parameter(item.name) for item in specs}
+
+    def bind(self, params: dict[str, nn.Parameter]) -> None:
+        """Replace parameters by these, wherever the model holds them; tied ones stay one object."""
+        init.bind(self.module, params)
+        self.params.update(params)
+
+    def materialise(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Memory and initial values for the whole model on one device."""
+        self.params.update(init.materialise(self.module, self.specs, seed, device, dtype))
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The sum of the token losses of `batch`: all units in order, with ordinary autograd."""
+        x: Tensor | None = None
+        for unit in self.units:
+            x = unit(x, batch)
+        assert x is not None
+        return x
+
+
+def build(job: Job) -> Model:
+    """The job's model on the meta device. Raises ConfigError for a class that cannot be used."""
+    if job.model.class_ is None:
+        decoder = Decoder(job.model, job.train.seed)
+        return Model(decoder, decoder.unit_list(), decoder.param_specs(), decoder.unit_specs())
+    with torch.device("meta"):
+        module = _load(job.model.class_)(job.model)
+    return wrap(module, job.model)
+
+
+def wrap(module: nn.Module, section: ModelSection) -> Model:
+    """A custom module as a `Model`: linears tapped in place, specs its own or derived, `frozen` patterns applied.
+
+    Values the module holds are not kept: initial ones come from its specs, so that every layout starts from the same.
+    """
+    if isinstance(module, Decoder):
+        return Model(module, module.unit_list(), module.param_specs(), module.unit_specs())
+    name = section.class_ or type(module).__name__
+    if not callable(getattr(module, "units", None)):
+        raise ConfigError.of("model.class", name, "must have units() -> list of modules", "list the model's blocks")
+    for buffer, _ in module.named_buffers():
+        fix = f"compute {buffer!r} in forward, or make it a parameter with requires_grad=False"
+        raise ConfigError.of("model.class", name, "must hold no buffers: it is built without memory", fix)
+    tap_linears(module)
+    units: list[nn.Module] = list(module.units())  # type: ignore[operator]
+    specs = _own(module, "param_specs") or specs_of(module, section.init_std)
+    frozen = {item.name for item in specs if any(fnmatchcase(item.name, pattern) for pattern in section.frozen)}
+    specs = tuple(replace(item, trainable=item.trainable and item.name not in frozen) for item in specs)
+    _check_specs(module, units, specs, name)
+    for item in specs:
+        module.get_parameter(item.name).requires_grad_(item.trainable)
+    return Model(module, units, specs, _own(module, "unit_specs") or unit_specs_of(module, units))
+
+
+def _own(module: nn.Module, method: str) -> tuple[Any, ...]:
+    found = getattr(module, method, None)
+    return tuple(found()) if callable(found) else ()
+
+
+def _load(path: str) -> Callable[[ModelSection], nn.Module]:
+    """The class "pkg.mod:Name"."""
+    package, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = f"give an importable 'package.module:ClassName' ({error})"
+        raise ConfigError.of("model.class", path, "must name a class that can be imported", fix) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError.of("model.class", path, "must be a subclass of torch.nn.Module", "name the model's class")
+    return found
+
+
+def _check_specs(module: nn.Module, units: list[nn.Module], specs: tuple[ParamSpec, ...], name: str) -> None:
+    shapes = {key: tuple(param.shape) for key, param in module.named_parameters()}
+    stated = {item.name: item.shape for item in specs}
+    if shapes != stated:
+        wrong = sorted(set(shapes.items()) ^ set(stated.items()))[0][0]
+        rule = f"param_specs() must list every parameter with its shape; {wrong!r} differs"
+        raise ConfigError.of("model.class", name, rule, f"the module has {shapes.get(wrong)}")
+    used = {id(param) for unit in units for param in unit.parameters()}
+    for key, param in module.named_parameters():
+        if id(param) not in used:
+            rule = f"every parameter must belong to a unit; {key!r} does not"
+            raise ConfigError.of("model.class", name, rule, "register it in the module that uses it")
+
+
+def tap_linears(module: nn.Module) -> None:
+    """Turn plain torch layers into tapped ones in place; subclasses and variants with other rules stay loose."""
+    for child in module.modules():
+        if type(child) is nn.Linear:
+            child.__class__ = Linear
+        elif type(child) is nn.Embedding:
+            if child.padding_idx is None and child.max_norm is None and not child.sparse and not child.scale_grad_by_freq:
+                child.__class__ = Embedding
+        elif type(child) is nn.RMSNorm:
+            if child.elementwise_affine and len(child.normalized_shape) == 1 and child.eps is not None:
+                child.__class__ = RMSNorm
+        elif type(child) is nn.LayerNorm and child.elementwise_affine and len(child.normalized_shape) == 1:
+            child.__class__ = LayerNorm
+
+
+def tapped_modules(unit: nn.Module) -> list[TappedModule]:
+    """The modules of `unit` that take a tape, each once."""
+    return [module for module in unit.modules() if isinstance(module, TAPPED)]
+
+
+def loose_params(unit: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters of `unit` that no tapped module owns there: their gradients come out of I, each once."""
+    loose = {}
+    for module in unit.modules():
+        if not isinstance(module, TAPPED):
+            loose.update({id(param): param for param in module.parameters(recurse=False) if param.requires_grad})
+    return list(loose.values())
+
+
+def specs_of(module: nn.Module, std: float = 0.02) -> tuple[ParamSpec, ...]:
+    """ParamSpecs of a custom module: norms' weights start at 1, biases at 0, all else from normal(0, std).
+
+    A parameter's role follows from the module that owns it; its dims have no names an axis would cut.
+    """
+    owners = {id(param): child for child in module.modules() for param in child.parameters(recurse=False)}
+    return tuple(_spec(name, param, owners[id(param)], std) for name, param in module.named_parameters())
+
+
+def _spec(name: str, param: nn.Parameter, owner: nn.Module, std: float) -> ParamSpec:
+    role: spec.Role = "matrix"
+    start = Init("normal", std)
+    if isinstance(owner, nn.Embedding):
+        role = "embedding"
+    elif name.rpartition(".")[2] == "bias":
+        role, start = "bias", Init("constant", 0.0)
+    elif isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        role, start = "norm", Init("constant", 1.0)
+    elif param.dim() < 2:
+        role = "bias"
+    elif isinstance(owner, Linear) and owner.role == "head":
+        role = "head"
+    dims = tuple(f"dim{i}" for i in range(param.dim()))
+    return ParamSpec(name, tuple(param.shape), dims, role, start, param.requires_grad)
+
+
+def unit_specs_of(module: nn.Module, units: list[nn.Module]) -> tuple[UnitSpec, ...]:
+    """UnitSpecs of a custom module: the first unit that holds a parameter owns it, later ones borrow it."""
+    param_names = {id(param): name for name, param in module.named_parameters()}
+    module_names = {id(child): name for name, child in module.named_modules()}
+    seen: dict[str, int] = {}
+    owned: set[str] = set()
+    result = []
+    for unit in units:
+        name = module_names.get(id(unit)) or type(unit).__name__
+        seen[name] = seen.get(name, 0) + 1
+        label = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        here = tuple(dict.fromkeys(param_names[id(param)] for param in unit.parameters()))
+        params, borrowed = tuple(n for n in here if n not in owned), tuple(n for n in here if n in owned)
+        owned.update(here)
+        unread = {id(param) for param in _unread(unit)} - {id(param) for param in _read(unit)}
+        reads = tuple(n for n in here if id(module.get_parameter(n)) not in unread)
+        result.append(UnitSpec(label, "custom", ("forward",), params, borrowed, reads))
+    return tuple(result)
+
+
+def _unread(unit: nn.Module) -> list[nn.Parameter]:
+    """Parameters the input gradient does not need: tables and biases of tapped modules."""
+    unread = []
+    for child in tapped_modules(unit):
+        unread += [child.weight] if isinstance(child, Embedding) else [] if _bias(child) is None else [_bias(child)]
+    return [param for param in unread if param is not None]
+
+
+def _read(unit: nn.Module) -> list[nn.Parameter]:
+    """Parameters the input gradient needs: weights of tapped linears and norms, and whatever is loose."""
+    read = [child.weight for child in tapped_modules(unit) if not isinstance(child, Embedding)]
+    others = [child for child in unit.modules() if not isinstance(child, TAPPED)]
+    return read + [param for child in others for param in child.parameters(recurse=False)]
+
+
+def _bias(module: TappedModule) -> nn.Parameter | None:
+    return getattr(module, "bias", None)

@@ -1,0 +1,196 @@
+"""The decoder: GPT-2, GPT-3, Llama 3 and Qwen3 are settings of one model, written for a single device.
+
+A model is a list of units (embedding, blocks, head); a block is a list of named segments, run in order; every linear has
+a role; core attention is a seam. Parallelism is applied from outside. The head returns the *sum* of the token losses:
+the division by the number of targets of the whole global batch is the step's (one normalisation).
+
+Legend: B sequences, L tokens, D width, V vocabulary.
+Cost: see `account/parameters.py` and `account/flops.py`. Read next: `layers.py`, `attention.py`, `spec.py`, `build.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heptad.config.schema import ModelSection
+from heptad.models import spec
+from heptad.models.attention import Attention, linear_of, norm_of
+from heptad.models.batch import IGNORED, Batch
+from heptad.models.dropout import Dropout
+from heptad.models.init import materialise
+from heptad.models.layers import Embedding
+from heptad.models.rotary import Rotary
+
+Segment = Callable[[Tensor, Batch], Tensor]
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    match name:
+        case "silu":
+            return F.silu
+        case "gelu":
+            return F.gelu
+        case "gelu_tanh":
+            return lambda x: F.gelu(x, approximate="tanh")
+    raise AssertionError(f"no activation {name!r}")
+
+
+class Embed(nn.Module):
+    """The first unit: (None, batch) -> x [B, L, D]; tokens, and learned positions where the model has them."""
+
+    def __init__(self, section: ModelSection, dropout: Dropout | None) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.tokens = Embedding(section.vocab, section.width)
+        learned = section.positions == "learned"
+        self.positions = Embedding(section.max_positions, section.width) if learned else None
+
+    def forward(self, x: None, batch: Batch) -> Tensor:
+        y: Tensor = self.tokens(batch.ids)
+        if self.positions is not None:
+            y = y + self.positions(batch.positions)
+        return y if self.dropout is None or not self.training else self.dropout.features(y, batch.index, batch.step)
+
+
+class Mlp(nn.Module):
+    """x [B, L, D] -> [B, L, D], its norm included, the residual not; gated: down(act(gate x) · up x), Shazeer 2002.05202."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        width, inner, bias = section.width, section.mlp_width, section.mlp_bias
+        self.activation = _activation(section.activation)
+        self.norm = norm_of(section, width)
+        self.gate = linear_of("gate", width, inner, bias) if section.mlp == "gated" else None
+        self.up = linear_of("up", width, inner, bias)
+        self.down = linear_of("down", inner, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Block(nn.Module):
+    """x [B, L, D], batch -> x. `segments` names its parts; running them in order is its forward."""
+
+    def __init__(self, section: ModelSection, rotary: Rotary | None, seed: int, name: str) -> None:
+        super().__init__()
+        scores, rate = section.attention_dropout, section.dropout
+        self.attention = Attention(section, rotary, Dropout(scores, seed, f"{name}.scores") if scores else None)
+        self.mlp = Mlp(section)
+        self.attention_dropout = Dropout(rate, seed, f"{name}.attention") if rate else None
+        self.mlp_dropout = Dropout(rate, seed, f"{name}.mlp") if rate else None
+
+    @property
+    def segments(self) -> tuple[tuple[str, Segment], ...]:
+        """Named parts, each (x, batch) -> x."""
+        return (("attention", self._attend), ("mlp", self._transform))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        for _, segment in self.segments:
+            x = segment(x, batch)
+        return x
+
+    def _attend(self, x: Tensor, batch: Batch) -> Tensor:
+        return x + self._dropped(self.attention(x, batch), self.attention_dropout, batch)
+
+    def _transform(self, x: Tensor, batch: Batch) -> Tensor:
+        return x + self._dropped(self.mlp(x), self.mlp_dropout, batch)
+
+    def _dropped(self, y: Tensor, dropout: Dropout | None, batch: Batch) -> Tensor:
+        return y if dropout is None or not self.training else dropout.features(y, batch.index, batch.step)
+
+
+class Head(nn.Module):
+    """The last unit: (x [B, L, D], batch) -> sum of the token losses, a scalar of at least fp32."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.norm = norm_of(section, section.width)
+        self.out = linear_of("head", section.width, section.vocab, bias=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [B, L, D] -> [B, L, V], in x's dtype."""
+        logits: Tensor = self.out(self.norm(x))
+        return logits
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return loss_sum(self.logits(x), batch.labels)
+
+
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Σ of -log softmax(logits)[label] over the labels that are not `IGNORED`; exactly 0 where all are (C-008, C-009).
+
+    logits [..., V], labels [...] int64. Computed in at least fp32. A mean here would be 0/0 for a batch without targets.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Decoder(nn.Module):
+    """The whole model of a `ModelSection`. On the meta device (no memory) unless `device` says otherwise.
+
+    seed keys initial values and dropout. On a real device the parameters get their initial values in `dtype`.
+    Raises ConfigError when the section's sizes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        section: ModelSection,
+        seed: int = 0,
+        device: torch.device | str = "meta",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        section = spec.complete(section)
+        self.section, rate = section, section.dropout
+        assert section.head_dim is not None
+        rotary = None
+        if section.positions == "rotary":
+            rotary = Rotary(section.head_dim, section.rope_theta, section.rope_scaling)
+        with torch.device("meta"):
+            self.embed = Embed(section, Dropout(rate, seed, "embed") if rate else None)
+            names = [f"blocks.{i}" for i in range(section.layers)]
+            self.blocks = nn.ModuleList(Block(section, rotary, seed, name) for name in names)
+            self.head = Head(section)
+        self.to(dtype)
+        if section.tied:
+            self.head.out.weight = self.embed.tokens.weight
+        trainable = {item.name: item.trainable for item in self.param_specs()}
+        for name, param in self.named_parameters():
+            param.requires_grad_(trainable[name])
+        if torch.device(device).type != "meta":
+            materialise(self, self.param_specs(), seed, torch.device(device), dtype)
+
+    def unit_list(self) -> list[nn.Module]:
+        """Units in program order: embedding, blocks, head."""
+        return [self.embed, *self.blocks, self.head]
+
+    def param_specs(self) -> tuple[spec.ParamSpec, ...]:
+        """Every parameter, a tied one once, in the order of `named_parameters`."""
+        return spec.param_specs(self.section)
+
+    def unit_specs(self) -> tuple[spec.UnitSpec, ...]:
+        """One for each entry of `unit_list`."""
+        return spec.unit_specs(self.section)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """The last block's output [B, L, D]."""
+        x: Tensor = self.embed(None, batch)
+        for block in self.blocks:
+            x = block(x, batch)
+        return x
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[B, L, V], in the parameters' dtype."""
+        return self.head.logits(self.hidden(batch))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The sum of the token losses of `batch`."""
+        loss: Tensor = self.head(self.hidden(batch), batch)
+        return loss

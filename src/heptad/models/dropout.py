@@ -1,0 +1,54 @@
+"""Dropout whose mask is a function of (seed, site, step, the token's global index, feature): C-022.
+
+Each row (a token, or a query and a key) is hashed with 64 bits, each feature once, and the pair by one 32-bit round
+(MurmurHash3's finaliser), so an element costs a few integer operations and no state. Any layout drops the same elements
+and running the forward again drops them again. Read next: `keyed.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heptad.models.keyed import GOLDEN, key_of, mix_, wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Drops with probability `rate` at one `site` of the model, e.g. "blocks.3.mlp"; kept values are scaled by 1/(1-rate)."""
+
+    rate: float
+    seed: int
+    site: str
+
+    def features(self, x: Tensor, index: Tensor, step: int) -> Tensor:
+        """x [B, L, D]; index [B, L] int64, the tokens' global numbers. Same shape and dtype."""
+        columns = self._words(torch.arange(x.shape[-1], device=x.device), step, "column")
+        rows = self._words(index, step, "row")
+        return self._drop(x, rows.unsqueeze(-1) ^ columns)
+
+    def attention(self, probabilities: Tensor, queries: Tensor, keys: Tensor, step: int) -> Tensor:
+        """probabilities [B, H, Lq, Lk]; queries [B, Lq] and keys [B, Lk] int64, the tokens' global numbers."""
+        heads = self._words(torch.arange(probabilities.shape[1], device=probabilities.device), step, "head")
+        pairs = self._words(queries, step, "query").unsqueeze(-1) ^ self._words(keys, step, "key").unsqueeze(-2)
+        pairs = _finalise_(pairs)  # twice, or (q, k) and (q', k') with equal xor would agree in every head
+        return self._drop(probabilities, pairs.unsqueeze(1) ^ heads.view(1, -1, 1, 1))
+
+    def _words(self, index: Tensor, step: int, what: str) -> Tensor:
+        """int32 words keyed by (seed, site, what, step, index)."""
+        key = wrapped(key_of(self.seed, f"{self.site}/{what}") + step * GOLDEN)
+        return (mix_(index * GOLDEN + key) >> 32).to(torch.int32)
+
+    def _drop(self, x: Tensor, words: Tensor) -> Tensor:
+        threshold = round(self.rate * 2**32) - 2**31
+        kept = _finalise_(words) >= threshold
+        return torch.where(kept, x * (1 / (1 - self.rate)), 0)
+
+
+def _finalise_(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser on int32 `x`, in place (shifts are made logical by the masks)."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - (1 << 32))
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

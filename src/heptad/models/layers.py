@@ -1,0 +1,213 @@
+"""Tapped layers: torch's Linear, Embedding, RMSNorm and LayerNorm, whose backward can be split into I and W (`taps.py`).
+
+With `tape = None` a layer is made of plain torch ops and ordinary autograd. With a tape its backward gives only the
+input's gradient; the weights are held by reference and read when the backward runs, because the data axis frees and
+refills their storage in between: autograd saves none of them. Both ways run the same forward arithmetic, bit for bit, so
+running a unit again (recompute) changes nothing.
+
+Legend: `...` any leading dims, D last dim of the input, O outputs of a linear, V rows of a table.
+Cost: a linear keeps its input alive until W; a norm its input and one statistic (two for LayerNorm) a row.
+Read next: `attention.py`, `decoder.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from heptad.models.taps import GradSink, Tape
+
+
+def trainable(param: nn.Parameter | None) -> bool:
+    """True for a parameter that is there and wants a gradient."""
+    return param is not None and param.requires_grad
+
+
+class _LinearInput(torch.autograd.Function):
+    """y = x Wᵀ + b whose backward is dx = dy W and hands dy to the probe. `module` is read when the backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probe: Tensor | None, module: Linear) -> Tensor:
+        ctx.module = module
+        return F.linear(x, module.weight, module.bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        dx = dy @ ctx.module.weight if ctx.needs_input_grad[0] else None
+        return dx, dy if ctx.needs_input_grad[1] else None, None
+
+
+class Linear(nn.Linear):
+    """y [..., O] = x [..., D] weight[O, D]ᵀ (+ bias[O]). `role` names what it is for ("q", "down", "head", …)."""
+
+    tape: Tape | None = None
+    role: str = "linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tape is None:
+            return F.linear(x, self.weight, self.bias)
+        probe = None
+        if trainable(self.weight) or trainable(self.bias):
+            probe = self.tape.tap(self, (x,), x, torch.Size((*x.shape[:-1], self.weight.shape[0])))
+        out: Tensor = _LinearInput.apply(x, probe, self)
+        return out
+
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+        """weight += dyᵀ x, bias += Σ dy over the leading dims."""
+        rows = dy.reshape(-1, dy.shape[-1])
+        if trainable(self.weight):
+            sink.add_matmul(self.weight, rows.t(), saved[0].reshape(-1, saved[0].shape[-1]))
+        if trainable(self.bias):
+            sink.add(self.bias, rows.sum(0))
+
+
+class _EmbeddingLookup(torch.autograd.Function):
+    """Rows of a table; nothing to differentiate but the probe."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, ids: Tensor, probe: Tensor | None, module: Embedding) -> Tensor:
+        return F.embedding(ids, module.weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
+        return None, dy if ctx.needs_input_grad[1] else None, None
+
+
+class Embedding(nn.Embedding):
+    """y [..., D] = weight[V, D][ids]; ids int64."""
+
+    tape: Tape | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.tape is None:
+            return F.embedding(ids, self.weight)
+        probe = None
+        if trainable(self.weight):
+            probe = self.tape.tap(self, (ids,), self.weight, torch.Size((*ids.shape, self.weight.shape[1])))
+        out: Tensor = _EmbeddingLookup.apply(ids, probe, self)
+        return out
+
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+        """weight[ids] += dy."""
+        sink.add_rows(self.weight, saved[0].reshape(-1), dy.reshape(-1, dy.shape[-1]))
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _inverse_rms(wide: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x²) + eps) of the last dim, kept as a dim of size 1; one pass and no temporary of x's size."""
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return torch.rsqrt(norm.square() / wide.shape[-1] + eps)
+
+
+class _RMSNormInput(torch.autograd.Function):
+    """RMSNorm in at least fp32; backward gives dx from (x, 1/rms) and the weight read by reference, and dy to the probe."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, probe: Tensor | None, module: RMSNorm) -> Tensor:
+        ctx.save_for_backward(x, inverse)
+        ctx.module = module
+        return (_at_least_fp32(x) * inverse).mul_(module.weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:  # type: ignore[override]
+        x, inverse = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            wide = _at_least_fp32(x)
+            scaled = _at_least_fp32(dy) * ctx.module.weight
+            inner = torch.linalg.vecdot(scaled, wide).unsqueeze(-1)
+            slope = inner * inverse.pow(3) / x.shape[-1]
+            dx = scaled.mul_(inverse).addcmul_(wide, slope, value=-1).to(x.dtype)
+        return dx, None, dy if ctx.needs_input_grad[2] else None, None
+
+
+class RMSNorm(nn.RMSNorm):
+    """y = x / sqrt(mean(x²) + eps) · weight[D] over the last dim, in at least fp32, returned in x's dtype.
+
+    Zhang and Sennrich, arXiv 1910.07467.
+    """
+
+    tape: Tape | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        if self.tape is None:
+            wide = _at_least_fp32(x)
+            return (wide * _inverse_rms(wide, self.eps)).mul(self.weight).to(x.dtype)
+        with torch.no_grad():
+            inverse = _inverse_rms(_at_least_fp32(x), self.eps)
+        probe = self.tape.tap(self, (x, inverse), x) if trainable(self.weight) else None
+        out: Tensor = _RMSNormInput.apply(x, inverse, probe, self)
+        return out
+
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+        """weight += Σ dy · x / rms over the leading dims."""
+        x, inverse = saved
+        product = (_at_least_fp32(x) * inverse).mul_(dy)
+        sink.add(self.weight, product.reshape(-1, x.shape[-1]).sum(0))
+
+
+class _LayerNormInput(torch.autograd.Function):
+    """LayerNorm; backward gives dx from (x, mean, 1/std) and the weight read by reference, and dy to the probe."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, mean: Tensor, inverse: Tensor, probe: Tensor | None, module: LayerNorm
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, inverse)
+        ctx.module = module
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, mean, inverse = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            wide, dims = _at_least_fp32(x), list(x.shape[-1:])
+            grad, weight = _at_least_fp32(dy).contiguous(), _at_least_fp32(ctx.module.weight)
+            mask = [True, False, False]
+            kernel = torch.ops.aten.native_layer_norm_backward
+            dx = kernel(grad, wide, dims, mean, inverse, weight, None, mask)[0].to(x.dtype)
+        return dx, None, None, None, dy if ctx.needs_input_grad[4] else None, None
+
+
+class LayerNorm(nn.LayerNorm):
+    """y = (x - mean) / sqrt(var + eps) · weight[D] + bias[D] over the last dim, in at least fp32, in x's dtype.
+
+    Ba et al., arXiv 1607.06450.
+    """
+
+    tape: Tape | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tape is None:
+            return self._normalise(x)[0]
+        with torch.no_grad():
+            y, mean, inverse = self._normalise(x)
+        wanted = trainable(self.weight) or trainable(self.bias)
+        probe = self.tape.tap(self, (x, mean, inverse), x) if wanted else None
+        out: Tensor = _LayerNormInput.apply(x, y, mean, inverse, probe, self)
+        return out
+
+    def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        bias = None if self.bias is None else _at_least_fp32(self.bias)
+        wide, weight = _at_least_fp32(x), _at_least_fp32(self.weight)
+        y, mean, inverse = torch.native_layer_norm(wide, list(x.shape[-1:]), weight, bias, self.eps)
+        return y.to(x.dtype), mean, inverse
+
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+        """weight += Σ dy · (x - mean) / std, bias += Σ dy over the leading dims."""
+        x, mean, inverse = saved
+        rows = _at_least_fp32(dy).reshape(-1, x.shape[-1])
+        if trainable(self.weight):
+            product = (_at_least_fp32(x) - mean).mul_(inverse).reshape(rows.shape).mul_(rows)
+            sink.add(self.weight, product.sum(0))
+        if trainable(self.bias):
+            sink.add(self.bias, rows.sum(0))

@@ -1,0 +1,56 @@
+"""From the job as written to the job as meant: preset expanded, derived sizes filled, and the figures that follow.
+
+Never imports torch. Read next: `spec.py`, `config/presets.py`.
+"""
+
+from __future__ import annotations
+
+from heptad.config.presets import model_preset
+from heptad.config.schema import Job, ModelSection
+from heptad.errors import ConfigError, nearest
+from heptad.models.spec import complete, param_specs
+
+
+def resolve(job: Job) -> Job:
+    """The job with every field of its model filled; resolving again changes nothing. Raises ConfigError."""
+    section = expand(job.model)
+    if section.class_ is None:
+        section = complete(section)
+        _check_frozen(section)
+    return job.model_copy(update={"model": section})
+
+
+def expand(section: ModelSection) -> ModelSection:
+    """`section` with its preset's values where it gives none of its own."""
+    if section.preset is None:
+        return section
+    given = section.model_dump(exclude_unset=True, by_alias=True)
+    return ModelSection(**{**model_preset(section.preset), **given})
+
+
+def derived(job: Job) -> dict[str, int]:
+    """Figures that follow from a resolved job: data ranks, micro-batches a rank and step, tokens a step, parameters.
+
+    Parameters are those of the decoder; a custom class is counted when it is built.
+    """
+    data_ranks = job.layout.dp_replicate * job.layout.dp_shard
+    figures = {
+        "data_ranks": data_ranks,
+        "micro_batches": job.train.global_batch // (data_ranks * job.train.micro_batch),
+        "tokens_per_step": job.train.global_batch * job.data.seq_len,
+    }
+    if job.model.class_ is None:
+        specs = param_specs(job.model)
+        figures["parameters"] = sum(item.numel for item in specs)
+        figures["trainable_parameters"] = sum(item.numel for item in specs if item.trainable)
+    return figures
+
+
+def _check_frozen(section: ModelSection) -> None:
+    open_section = section.model_copy(update={"frozen": ()})
+    names = [item.name for item in param_specs(open_section)]
+    for pattern in section.frozen:
+        if all(item.trainable for item in param_specs(section.model_copy(update={"frozen": (pattern,)}))):
+            close = nearest(pattern, names) or names[0]
+            rule = "each pattern must match a parameter's name"
+            raise ConfigError.of("model.frozen", pattern, rule, f"a name such as {close!r}; * matches anything")
