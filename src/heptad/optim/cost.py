@@ -1,0 +1,68 @@
+"""What the optimizer keeps and what Muon sends, from the cut alone. No torch.
+
+AdamW and SGD send nothing. Muon needs whole matrices: a matrix cut over several ranks is assembled by an all-gather;
+one that lies on one rank is not sent. Gathers take matrices in order, up to `ROUND_NUMEL` elements a round, each
+rank's part padded to the widest: a round of width w over N ranks sends (N-1)·w elements of the master's dtype from
+every rank. `muon.py` runs the same rounds, so predicted == counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heptad.config.schema import OptimizerSection
+from heptad.models.spec import ParamSpec
+from heptad.optim.roles import kind_of, state_slots
+from heptad.trace import Transfer
+from heptad.units import sent_bytes
+
+ROUND_NUMEL = 1 << 24
+"""Elements of whole matrices assembled at once: bounds the buffer (64 MB in fp32) and fills the messages."""
+
+Ranges = Sequence[tuple[int, int]]
+"""Flat range [start, stop) of one parameter on each rank of its group, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Matrices (by their place in the list) assembled by one all-gather; `width` is each rank's padded contribution."""
+
+    members: tuple[int, ...]
+    width: int
+
+
+def gather_rounds(cuts: Sequence[Ranges], round_numel: int = ROUND_NUMEL) -> list[Round]:
+    """The all-gathers that assemble every matrix of `cuts` that lies on more than one rank."""
+    rounds: list[Round] = []
+    members: list[int] = []
+    for at, ranges in enumerate(cuts):
+        if sum(start < stop for start, stop in ranges) < 2:
+            continue
+        members.append(at)
+        if sum(stop - start for member in members for start, stop in cuts[member]) >= round_numel:
+            rounds.append(_round(cuts, members))
+            members = []
+    return rounds + ([_round(cuts, members)] if members else [])
+
+
+def _round(cuts: Sequence[Ranges], members: Sequence[int]) -> Round:
+    num_ranks = len(cuts[members[0]])
+    lengths = [sum(cuts[at][rank][1] - cuts[at][rank][0] for at in members) for rank in range(num_ranks)]
+    return Round(tuple(members), max(lengths))
+
+
+def muon_traffic(cuts: Sequence[Ranges], axis: str, element_bytes: int) -> list[Transfer]:
+    """Transfers of one update of the matrices `cuts`, all over the group of `axis`."""
+    transfers = []
+    for item in gather_rounds(cuts):
+        num_ranks = len(cuts[item.members[0]])
+        num_bytes = sent_bytes("all_gather", num_ranks * item.width * element_bytes, num_ranks)
+        transfers.append(Transfer("all_gather", axis, "update", num_bytes))
+    return transfers
+
+
+def state_bytes(section: OptimizerSection, specs: Sequence[ParamSpec], element_bytes: int) -> int:
+    """Optimizer state of whole parameters (frozen ones have none); a shard holds its share of it."""
+    slots = {spec.name: state_slots(section, kind_of(section, spec)) for spec in specs if spec.trainable}
+    return sum(len(slots[spec.name]) * spec.numel * element_bytes for spec in specs if spec.trainable)
