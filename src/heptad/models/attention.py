@@ -4,8 +4,8 @@ The core is a seam: `Attention.core` is a plain function attribute that an axis 
 the batch's mask, which is made with the batch (`batch.py`); positions restart as well, and both are needed (C-127).
 
 Legend: B sequences, L tokens, D width, H query heads, K key/value heads, d head_dim.
-Cost of SDPA beside the projections: 4·B·H·L²·d FLOPs forward, no L² memory. With attention dropout the scores are formed:
-B·H·L² elements. Read next: `rotary.py`, `dropout.py`, `decoder.py`.
+Cost of SDPA beside the projections: 4·B·H·L²·d FLOPs forward, no L² memory. With attention dropout the scores are
+formed: B·H·L² elements. Read next: `rotary.py`, `dropout.py`, `decoder.py`.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Attention(nn.Module):
         self.out = linear_of("out", section.heads * d, width, section.attention_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [B, L, D] -> [B, L, D]."""
         x = self.norm(x)
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))  # [B, L, ·, d]
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))  # [B, L, ·, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:

@@ -47,8 +47,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        moved = (getattr(self, name).to(device) for name in ("ids", "labels", "positions", "documents", "index"))
-        return Batch(*moved, step=self.step, mixed=self.mixed)
+        names = ("ids", "labels", "positions", "documents", "index")
+        ids, labels, positions, documents, index = (getattr(self, name).to(device) for name in names)
+        return Batch(ids, labels, positions, documents, index, self.step, self.mixed)
 
 
 def visible(documents: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """From a job to a model that the executor and the data axis can drive: Heptad's decoder or a class of the user's own.
 
 A model is built on the meta device (no memory); the data axis gives its parameters storage (`Model.bind`) and `init.py`
-their values. A custom class is called with the `ModelSection` and has `units() -> list[nn.Module]` (first is called with
-(None, batch), the last returns the sum of token losses, those between map x to x) and, if the derived ones do not fit,
-`param_specs()` and `unit_specs()`. A module may be listed twice: its parameters are shared.
+their values. A custom class is called with the `ModelSection` and has `units() -> list[nn.Module]` (the first is called
+with (None, batch), the last returns the sum of token losses, those between map x to x) and, if the derived ones do not
+fit, `param_specs()` and `unit_specs()`. A module may be listed twice: its parameters are shared.
 
-Its nn.Linear, nn.Embedding, nn.LayerNorm and nn.RMSNorm become tapped ones in place; they must be *called* (a weight used
-by hand, as in `F.linear(x, self.table.weight)`, has to be registered where it is used). Any other parameter is loose: its
-gradient finishes in I. Read next: `taps.py`, `layers.py`, `decoder.py`, `examples/custom_model.py`.
+Its nn.Linear, nn.Embedding, nn.LayerNorm and nn.RMSNorm become tapped ones in place; they must be *called* (a weight
+used by hand, as in `F.linear(x, self.table.weight)`, has to be registered where it is used). Any other parameter is
+loose: its gradient finishes in I. Read next: `taps.py`, `layers.py`, `decoder.py`, `examples/custom_model.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TappedModule = Linear | Embedding | RMSNorm | LayerNorm
 
 
 class Model:
-    """A decoder or a custom model, seen alike. `params`: by owner's name, a tied one once; `specs` in the same order."""
+    """A decoder or a custom model, seen alike. `params`: by owner's name, a tied one once, in the order of `specs`."""
 
     def __init__(
         self, module: nn.Module, units: list[nn.Module], specs: tuple[ParamSpec, ...], unit_specs: tuple[UnitSpec, ...]
@@ -133,7 +133,8 @@ def tap_linears(module: nn.Module) -> None:
         if type(child) is nn.Linear:
             child.__class__ = Linear
         elif type(child) is nn.Embedding:
-            if child.padding_idx is None and child.max_norm is None and not child.sparse and not child.scale_grad_by_freq:
+            special = child.padding_idx is not None or child.max_norm is not None
+            if not (special or child.sparse or child.scale_grad_by_freq):
                 child.__class__ = Embedding
         elif type(child) is nn.RMSNorm:
             if child.elementwise_affine and len(child.normalized_shape) == 1 and child.eps is not None:
@@ -204,15 +205,13 @@ def unit_specs_of(module: nn.Module, units: list[nn.Module]) -> tuple[UnitSpec, 
 
 def _unread(unit: nn.Module) -> list[nn.Parameter]:
     """Parameters the input gradient does not need: tables and biases of tapped modules."""
-    unread = []
-    for child in tapped_modules(unit):
-        unread += [child.weight] if isinstance(child, Embedding) else [] if _bias(child) is None else [_bias(child)]
-    return [param for param in unread if param is not None]
+    params = [child.weight if isinstance(child, Embedding) else _bias(child) for child in tapped_modules(unit)]
+    return [param for param in params if param is not None]
 
 
 def _read(unit: nn.Module) -> list[nn.Parameter]:
     """Parameters the input gradient needs: weights of tapped linears and norms, and whatever is loose."""
-    read = [child.weight for child in tapped_modules(unit) if not isinstance(child, Embedding)]
+    read: list[nn.Parameter] = [child.weight for child in tapped_modules(unit) if not isinstance(child, Embedding)]
     others = [child for child in unit.modules() if not isinstance(child, TAPPED)]
     return read + [param for child in others for param in child.parameters(recurse=False)]
 

@@ -1,8 +1,8 @@
 """The decoder: GPT-2, GPT-3, Llama 3 and Qwen3 are settings of one model, written for a single device.
 
-A model is a list of units (embedding, blocks, head); a block is a list of named segments, run in order; every linear has
-a role; core attention is a seam. Parallelism is applied from outside. The head returns the *sum* of the token losses:
-the division by the number of targets of the whole global batch is the step's (one normalisation).
+A model is a list of units (embedding, blocks, head); a block is a list of named segments, run in order; every linear
+has a role; core attention is a seam. Parallelism is applied from outside. The head returns the *sum* of the token
+losses: the division by the number of targets of the whole global batch is the step's (one normalisation).
 
 Legend: B sequences, L tokens, D width, V vocabulary.
 Cost: see `account/parameters.py` and `account/flops.py`. Read next: `layers.py`, `attention.py`, `spec.py`, `build.py`.
@@ -50,6 +50,7 @@ class Embed(nn.Module):
         self.positions = Embedding(section.max_positions, section.width) if learned else None
 
     def forward(self, x: None, batch: Batch) -> Tensor:
+        """[B, L, D] of `batch.ids`."""
         y: Tensor = self.tokens(batch.ids)
         if self.positions is not None:
             y = y + self.positions(batch.positions)
@@ -57,7 +58,10 @@ class Embed(nn.Module):
 
 
 class Mlp(nn.Module):
-    """x [B, L, D] -> [B, L, D], its norm included, the residual not; gated: down(act(gate x) · up x), Shazeer 2002.05202."""
+    """x [B, L, D] -> [B, L, D], its norm included, the residual not.
+
+    gated: down(act(gate x) · up x) (Shazeer, arXiv 2002.05202); plain: down(act(up x)).
+    """
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -69,6 +73,7 @@ class Mlp(nn.Module):
         self.down = linear_of("down", inner, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [B, L, D] -> [B, L, D]."""
         x = self.norm(x)
         inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
         out: Tensor = self.down(inner)
@@ -92,6 +97,7 @@ class Block(nn.Module):
         return (("attention", self._attend), ("mlp", self._transform))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """All segments in order."""
         for _, segment in self.segments:
             x = segment(x, batch)
         return x
@@ -120,13 +126,14 @@ class Head(nn.Module):
         return logits
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """The loss of `batch`, summed over its targets."""
         return loss_sum(self.logits(x), batch.labels)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Σ of -log softmax(logits)[label] over the labels that are not `IGNORED`; exactly 0 where all are (C-008, C-009).
 
-    logits [..., V], labels [...] int64. Computed in at least fp32. A mean here would be 0/0 for a batch without targets.
+    logits [..., V], labels [...] int64. Computed in at least fp32. A mean would be 0/0 for a batch without targets.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")

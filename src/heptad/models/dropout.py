@@ -17,7 +17,7 @@ from heptad.models.keyed import GOLDEN, key_of, mix_, wrapped
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Drops with probability `rate` at one `site` of the model, e.g. "blocks.3.mlp"; kept values are scaled by 1/(1-rate)."""
+    """Drops with probability `rate` at one `site` of the model ("blocks.3.mlp"); scales what stays by 1/(1-rate)."""
 
     rate: float
     seed: int

@@ -21,7 +21,7 @@ BLOCK = 16_384
 def fill(out: Tensor, spec: ParamSpec, start: int, stop: int, seed: int) -> None:
     """Write the initial values of `spec`'s flat indices [start, stop) into `out`, 1-D, any float dtype and device.
 
-    normal: std · √2 · erfinv(u), u uniform in (-1, 1) from 52 bits of a hash, in float64, rounded once to `out`'s dtype.
+    normal: std · √2 · erfinv(u), u uniform in (-1, 1) from 52 bits of a hash, in float64, rounded once to `out`'s.
     """
     assert out.dim() == 1 and out.numel() == stop - start and 0 <= start <= stop <= spec.numel
     if spec.init.kind == "constant":

@@ -1,9 +1,9 @@
-"""Tapped layers: torch's Linear, Embedding, RMSNorm and LayerNorm, whose backward can be split into I and W (`taps.py`).
+"""Tapped layers: torch's Linear, Embedding, RMSNorm and LayerNorm with a backward in two parts, I and W (`taps.py`).
 
 With `tape = None` a layer is made of plain torch ops and ordinary autograd. With a tape its backward gives only the
 input's gradient; the weights are held by reference and read when the backward runs, because the data axis frees and
-refills their storage in between: autograd saves none of them. Both ways run the same forward arithmetic, bit for bit, so
-running a unit again (recompute) changes nothing.
+refills their storage in between: autograd saves none of them. Both ways run the same forward arithmetic, bit for bit,
+so running a unit again (recompute) changes nothing.
 
 Legend: `...` any leading dims, D last dim of the input, O outputs of a linear, V rows of a table.
 Cost: a linear keeps its input alive until W; a norm its input and one statistic (two for LayerNorm) a row.
@@ -36,7 +36,7 @@ class _LinearInput(torch.autograd.Function):
         return F.linear(x, module.weight, module.bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         dx = dy @ ctx.module.weight if ctx.needs_input_grad[0] else None
         return dx, dy if ctx.needs_input_grad[1] else None, None
 
@@ -44,10 +44,13 @@ class _LinearInput(torch.autograd.Function):
 class Linear(nn.Linear):
     """y [..., O] = x [..., D] weight[O, D]ᵀ (+ bias[O]). `role` names what it is for ("q", "down", "head", …)."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None  # type: ignore[assignment]
     tape: Tape | None = None
     role: str = "linear"
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., O]."""
         if self.tape is None:
             return F.linear(x, self.weight, self.bias)
         probe = None
@@ -61,7 +64,7 @@ class Linear(nn.Linear):
         rows = dy.reshape(-1, dy.shape[-1])
         if trainable(self.weight):
             sink.add_matmul(self.weight, rows.t(), saved[0].reshape(-1, saved[0].shape[-1]))
-        if trainable(self.bias):
+        if self.bias is not None and self.bias.requires_grad:
             sink.add(self.bias, rows.sum(0))
 
 
@@ -73,16 +76,18 @@ class _EmbeddingLookup(torch.autograd.Function):
         return F.embedding(ids, module.weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
         return None, dy if ctx.needs_input_grad[1] else None, None
 
 
 class Embedding(nn.Embedding):
     """y [..., D] = weight[V, D][ids]; ids int64."""
 
+    weight: nn.Parameter
     tape: Tape | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., D]."""
         if self.tape is None:
             return F.embedding(ids, self.weight)
         probe = None
@@ -107,7 +112,7 @@ def _inverse_rms(wide: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNormInput(torch.autograd.Function):
-    """RMSNorm in at least fp32; backward gives dx from (x, 1/rms) and the weight read by reference, and dy to the probe."""
+    """RMSNorm; backward gives dx from (x, 1/rms) and the weight read by reference, and hands dy to the probe."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inverse: Tensor, probe: Tensor | None, module: RMSNorm) -> Tensor:
@@ -116,7 +121,7 @@ class _RMSNormInput(torch.autograd.Function):
         return (_at_least_fp32(x) * inverse).mul_(module.weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, inverse = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
@@ -137,6 +142,7 @@ class RMSNorm(nn.RMSNorm):
     tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
         assert self.eps is not None
         if self.tape is None:
             wide = _at_least_fp32(x)
@@ -166,7 +172,7 @@ class _LayerNormInput(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, inverse = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
@@ -187,6 +193,7 @@ class LayerNorm(nn.LayerNorm):
     tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
         if self.tape is None:
             return self._normalise(x)[0]
         with torch.no_grad():

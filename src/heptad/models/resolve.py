@@ -5,7 +5,7 @@ Never imports torch. Read next: `spec.py`, `config/presets.py`.
 
 from __future__ import annotations
 
-from heptad.config.presets import model_preset
+from heptad.config.presets import expand
 from heptad.config.schema import Job, ModelSection
 from heptad.errors import ConfigError, nearest
 from heptad.models.spec import complete, param_specs
@@ -18,14 +18,6 @@ def resolve(job: Job) -> Job:
         section = complete(section)
         _check_frozen(section)
     return job.model_copy(update={"model": section})
-
-
-def expand(section: ModelSection) -> ModelSection:
-    """`section` with its preset's values where it gives none of its own."""
-    if section.preset is None:
-        return section
-    given = section.model_dump(exclude_unset=True, by_alias=True)
-    return ModelSection(**{**model_preset(section.preset), **given})
 
 
 def derived(job: Job) -> dict[str, int]:

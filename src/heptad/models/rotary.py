@@ -1,7 +1,8 @@
 """Rotary positions (Su et al., arXiv 2104.09864): each pair of features of a head turns by position × frequency.
 
-The pairs are (i, i + d/2), HuggingFace's half rotation. Angles are computed in float64 and rounded once; the rotation runs
-in at least fp32. One table a batch serves every block (it is kept until another batch comes). Read next: `attention.py`.
+The pairs are (i, i + d/2), HuggingFace's half rotation. Angles are computed in float64 and rounded once; the rotation
+runs in at least fp32. One table a batch serves every block (it is kept until another batch comes).
+Read next: `attention.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _llama3(frequency: float, scaling: RopeScaling) -> float:
 
 
 def _yarn(plain: list[float], head_dim: int, theta: float, scaling: RopeScaling) -> list[float]:
-    """YaRN's ramp over the feature index (arXiv 2309.00071, §3.2), its bounds rounded outwards as in the authors' code."""
+    """YaRN's ramp over the feature index (arXiv 2309.00071, §3.2), bounds rounded outwards as in the authors' code."""
 
     def feature(turns: float) -> float:
         """Index of the feature that turns this often within the trained length."""
@@ -89,7 +90,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotated(dy, cos, sin, -1), None, None
 

@@ -2,8 +2,8 @@
 
 A tapped module (linear, norm, embedding) run with a `Tape` does three things: it computes its output, it leaves its
 detached input on the tape, and it takes a *probe*: a zero-stride expanded leaf whose gradient, after I ran the graph,
-is the gradient dy of the module's output. W then computes weight gradients from (x, dy) alone, under `no_grad`, straight
-into the bucket's gradient buffer: it needs no gathered weight, and there is no `.grad`, no hook and no copy.
+is the gradient dy of the module's output. W then computes weight gradients from (x, dy) alone, under `no_grad`,
+straight into the bucket's gradient buffer: it needs no gathered weight, and there is no `.grad`, no hook and no copy.
 
 Without a tape the module is the plain torch module, which is what the reference run of `verify` uses.
 Source of the split: zero bubble pipelines, Qi et al., arXiv 2401.10241, §2. Read next: `schedule/executor.py`.
