@@ -1,7 +1,7 @@
-"""Presets by name: whole jobs (`presets/*.toml`) and published model sizes (`presets/models/*.toml`).
+"""Presets by name: jobs (`presets/*.toml`), published model sizes (`models/`), devices and links (`clusters/`).
 
-Both are package data in the job file's own language, so a preset is copied and edited, not subclassed. A name that does
-not exist is refused with the nearest one. Read next: `load.py` (jobs), `models/resolve.py` (derived fields).
+All are package data in the job file's own language, so a preset is copied and edited, not subclassed. A name that does
+not exist is refused with the nearest one. Read next: `load.py` (jobs), `models/resolve.py`, `cluster/catalog.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from heptad.config.schema import ModelSection
+from heptad.config.schema import ClusterSection, ModelSection
 from heptad.errors import ConfigError, nearest
 
 _FOLDER = Path(__file__).parent / "presets"
@@ -25,19 +25,26 @@ def model_presets() -> dict[str, Path]:
     return _named(_FOLDER / "models")
 
 
+def cluster_presets() -> dict[str, Path]:
+    """Name -> file of every cluster preset."""
+    return _named(_FOLDER / "clusters")
+
+
 def model_preset(name: str) -> dict[str, object]:
     """The fields of [model] that preset `name` sets, lists as tuples; an unknown name is refused with the nearest."""
-    known = model_presets()
-    if name not in known:
-        close = nearest(name, known)
-        raise ConfigError.of(
-            "model.preset",
-            name,
-            f"a model preset is one of {', '.join(known)}",
-            f"did you mean {close!r}?" if close else "pick one of them, or give the sizes in [model] yourself",
-        )
-    fields = tomllib.loads(known[name].read_text(encoding="utf-8"))
+    fields = _table("model.preset", name, model_presets(), "or give the sizes in [model] yourself")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+
+
+def cluster_table(section: ClusterSection) -> dict[str, object]:
+    """The table of `section`'s file or preset (the CPUs of this machine when it names neither), as it stands."""
+    if section.file is None:
+        return _table("cluster.preset", section.preset or "cpu", cluster_presets(), "or give cluster.file")
+    try:
+        return tomllib.loads(Path(section.file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        rule = f"a cluster file is TOML in UTF-8 that can be read ({error})"
+        raise ConfigError.of("cluster.file", section.file, rule, "correct it, or use cluster.preset") from None
 
 
 def expand(section: ModelSection) -> ModelSection:
@@ -46,6 +53,16 @@ def expand(section: ModelSection) -> ModelSection:
         return section
     given = {name: getattr(section, name) for name in section.model_fields_set}
     return ModelSection.model_validate({**model_preset(section.preset), **given})
+
+
+def _table(field: str, name: str, known: dict[str, Path], otherwise: str) -> dict[str, object]:
+    if name not in known:
+        close = nearest(name, known)
+        rule = f"{field} is one of {', '.join(known)}"
+        raise ConfigError.of(
+            field, name, rule, f"did you mean {close!r}?" if close else f"pick one of them, {otherwise}"
+        )
+    return tomllib.loads(known[name].read_text(encoding="utf-8"))
 
 
 def _named(folder: Path) -> dict[str, Path]:

@@ -1,0 +1,86 @@
+"""Options that would do nothing in this job: refused, so that a set option always means something.
+
+An option counts as set when it differs from its default, so that a resolved job (every option written out) loads again.
+What is not built yet is `unbuilt.py`'s; the optimizer's options are `optimizer.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from heptad.config.schema import Job, ModelSection, RopeScaling, Section
+from heptad.errors import Problem
+
+
+def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
+    """`model` is the section with its preset filled in."""
+    yield from _model(model)
+    yield from _layout(job)
+    yield from _data(job)
+
+
+def is_set(section: Section, name: str) -> bool:
+    """Whether option `name` differs from its default."""
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
+
+
+def idle(path: str, section: Section, names: tuple[str, ...], why: str, fix: str) -> Iterator[Problem]:
+    """A problem for each option in `names` that is set; `why` says what must be for it to be read."""
+    for name in names:
+        if is_set(section, name):
+            yield Problem(
+                f"{path}.{name}", getattr(section, name), f"it would have no effect: {why}", f"remove it, or {fix}"
+            )
+
+
+def _model(model: ModelSection) -> Iterator[Problem]:
+    if model.class_ is None:
+        yield from idle("model", model, ("options",), "only a class of your own reads it", 'set class = "pkg.mod:Name"')
+    if model.positions == "learned":
+        yield from idle("model", model, ("rope_theta", "rope_scaling"), "positions are learned", 'positions = "rotary"')
+    elif model.rope_scaling is not None:
+        yield from _scaling(model.rope_scaling)
+
+
+def _scaling(scaling: RopeScaling) -> Iterator[Problem]:
+    readers = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    }
+    for kind, names in readers.items():
+        if kind != scaling.kind:
+            yield from idle("model.rope_scaling", scaling, names, f'only kind = "{kind}" reads it', f'kind = "{kind}"')
+
+
+def _layout(job: Job) -> Iterator[Problem]:
+    layout = job.layout
+    if layout.pp == 1:
+        yield from idle("layout", layout, ("schedule",), "there is no pipeline (pp = 1)", "pp > 1")
+    if layout.cp == 1:
+        yield from idle("layout", layout, ("context", "cp_ulysses"), "the sequence is whole (cp = 1)", "cp > 1")
+    elif layout.context != "ring+ulysses":
+        why = f'it is the inner factor of "ring+ulysses", but context is "{layout.context}"'
+        yield from idle("layout", layout, ("cp_ulysses",), why, 'context = "ring+ulysses"')
+    if layout.engine == "fsdp2":
+        why = 'engine = "fsdp2" makes its own buckets and prefetches its own way'
+        yield from idle("layout", layout, ("bucket_mb", "prefetch"), why, 'engine = "heptad"')
+    elif layout.zero == 0:
+        why = "stage 0 gathers nothing and waits for its reductions at the step's end"
+        yield from idle("layout", layout, ("prefetch",), why, "zero >= 1")
+
+
+def _data(job: Job) -> Iterator[Problem]:
+    data, cluster = job.data, job.cluster
+    if data.path is not None and data.sources:
+        rule = "path and sources are two ways to name the corpus; only one can be read"
+        yield Problem("data.path", data.path, rule, "keep one of them")
+    if data.path is None and not data.sources:
+        why = "the default corpus is plain text, which has no fields"
+        yield from idle("data", data, ("text_field", "prompt_field"), why, "set data.path or data.sources")
+    if not data.val_fraction:
+        yield from idle(
+            "train", job.train, ("val_batches",), "no text is held back (data.val_fraction = 0)", "raise it"
+        )
+    if cluster.preset is not None and cluster.file is not None:
+        rule = "preset and file both describe the cluster; only one can be read"
+        yield Problem("cluster.preset", cluster.preset, rule, "keep one of them")

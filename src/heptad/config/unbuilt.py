@@ -1,0 +1,50 @@
+"""Options of the job file whose part is not built yet: refused where they are set, never read past.
+
+The job file has every axis from the start, so that files stay valid; a line here goes when its part arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from heptad.config.schema import Job
+from heptad.errors import Problem
+
+TABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("layout.pp", (1,), "the pipeline axis"),
+    ("layout.vpp", (None,), "the pipeline axis"),
+    ("layout.cp", (1,), "the context axis"),
+    ("layout.tp", (1,), "the tensor axis"),
+    ("layout.sequence_parallel", (False,), "the tensor axis"),
+    ("layout.ep", (1,), "the expert axis"),
+    ("layout.etp", (1,), "the expert axis"),
+    ("layout.keep_gathered", (False,), "the second half of the data axis"),
+    ("recompute.mode", ("none", "full"), "the recompute axis"),
+    ("recompute.segment", (1,), "the recompute axis"),
+    ("precision.float8", (False,), "float8"),
+    ("zeropp.qwz", (False,), "ZeRO++"),
+    ("zeropp.hpz", (False,), "ZeRO++"),
+    ("zeropp.qgz", (False,), "ZeRO++"),
+    ("offload.optimizer", ("none",), "offload"),
+    ("offload.params", ("none",), "offload"),
+    ("offload.activations", ("none",), "offload"),
+    ("checkpoint.async_", (False,), "asynchronous checkpoints"),
+    ("train.compile", (False,), "compilation"),
+)
+"""(option, values that are built, what the others arrive with)."""
+
+
+def problems(job: Job) -> Iterator[Problem]:
+    """One problem for each option that is set to what is not built yet."""
+    for option, built, arrives in TABLE:
+        section, name = option.split(".")
+        value = getattr(getattr(job, section), name)
+        if value not in built:
+            field = option.rstrip("_")
+            key = field.split(".")[1]
+            fix = f"leave {key} out" if built == (None,) else f"{key} = {' or '.join(map(_shown, built))}"
+            yield Problem(field, value, f"not built yet: it arrives with {arrives}", fix)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
