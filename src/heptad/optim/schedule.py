@@ -29,7 +29,7 @@ def factor_at(section: OptimizerSection, step: int, total_steps: int) -> float:
         return 1.0
     share = 1.0 if step >= last else (step - first) / (last - first)
     fall = 0.5 * (1.0 - math.cos(math.pi * share)) if section.schedule == "cosine" else share
-    return 1.0 - (1.0 - section.min_lr_ratio) * fall
+    return min(1.0, section.min_lr_ratio + (1.0 - section.min_lr_ratio) * (1.0 - fall))
 
 
 def decay_span(section: OptimizerSection, total_steps: int) -> tuple[int, int]:
