@@ -8,7 +8,7 @@ import math
 import pytest
 from tests.optim.fixtures import section
 
-from heptad.optim.roles import check
+from heptad.config.optimizer import problems
 from heptad.optim.schedule import lr_at, past_end
 
 KINDS = ("cosine", "linear", "wsd", "constant")
@@ -36,7 +36,7 @@ def test_c_113_total_on_every_legal_setting(kind: str) -> None:
 
 
 def test_c_113_warmup_longer_than_the_job_is_refused() -> None:
-    (problem,) = check(section(warmup_steps=6), 5)
+    (problem,) = list(problems(section(warmup_steps=6), 5))
     assert problem.field == "optimizer.warmup_steps" and "5" in problem.fix
 
 

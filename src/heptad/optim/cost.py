@@ -1,9 +1,9 @@
 """What the optimizer keeps and what Muon sends, from the cut alone. No torch.
 
-AdamW and SGD send nothing. Muon needs whole matrices: a matrix cut over several ranks is assembled by an all-gather;
-one that lies on one rank is not sent. Gathers take matrices in order, up to `ROUND_NUMEL` elements a round, each
-rank's part padded to the widest: a round of width w over N ranks sends (N-1)·w elements of the master's dtype from
-every rank. `muon.py` runs the same rounds, so predicted == counted.
+The norm sends one number. AdamW and SGD send nothing. Muon needs whole matrices: a matrix cut over several ranks is
+assembled by an all-gather; one that lies on one rank is not sent. Gathers take matrices in order, up to `ROUND_NUMEL`
+elements a round, each rank's part padded to the widest: a round of width w over N ranks sends (N-1)·w elements of the
+master's dtype from every rank. `muon.py` runs the same rounds, so predicted == counted.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def muon_traffic(cuts: Sequence[Ranges], axis: str, element_bytes: int) -> list[
         num_bytes = sent_bytes("all_gather", num_ranks * item.width * element_bytes, num_ranks)
         transfers.append(Transfer("all_gather", axis, "update", num_bytes))
     return transfers
+
+
+def norm_traffic(axis: str, num_ranks: int) -> list[Transfer]:
+    """The one all-reduce of `norm.total_norm` over the group that parameters are split over: one fp64 number."""
+    return [Transfer("all_reduce", axis, "norm", sent_bytes("all_reduce", 8, num_ranks))]
 
 
 def state_bytes(section: OptimizerSection, specs: Sequence[ParamSpec], element_bytes: int) -> int:
