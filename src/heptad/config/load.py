@@ -139,7 +139,7 @@ def _tuples(value: object) -> object:
 
 def _lines(section: Section) -> Iterable[str]:
     for key, value in _shown(section).items():
-        yield f"{key} = {_toml(value)}\n"
+        yield f"{key} = {toml_value(value)}\n"
 
 
 def _shown(section: Section) -> dict[str, object]:
@@ -149,11 +149,14 @@ def _shown(section: Section) -> dict[str, object]:
         value = getattr(section, name)
         if value is None and name not in type(section).nullable():
             continue
-        shown[field.alias or name] = "none" if value is None else value
+        shown[field.alias or name] = value
     return shown
 
 
-def _toml(value: object) -> str:
+def toml_value(value: object) -> str:
+    """One value as TOML writes it; None is "none"."""
+    if value is None:
+        return '"none"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -161,11 +164,11 @@ def _toml(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     items = _shown(value) if isinstance(value, Section) else value
     assert isinstance(items, Mapping), f"no TOML form of {value!r}"
-    return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in items.items()) + "}"
+    return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in items.items()) + "}"
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

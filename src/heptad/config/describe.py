@@ -1,0 +1,49 @@
+"""A resolved job on one screen: the ranks, what follows from the sizes, and every option that is not at its default.
+
+The whole job, defaults included, is what `load.dump` writes into the run's folder. Read next: `models/resolve.py`, which
+derives the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from heptad.config.load import toml_value
+from heptad.config.schema import Job
+from heptad.config.sizes import AXES, world
+from heptad.units import human_count
+
+
+def summary(job: Job, figures: Mapping[str, int]) -> str:
+    """Lines for people; `figures` as `models.resolve.derived` gives them."""
+    layout, train = job.layout, job.train
+    degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
+    lines = [
+        f"ranks             {world(layout)}" + (f" = {degrees}" if degrees else ""),
+        f"data              {_plural(figures['data_ranks'], 'data rank')}, stage {layout.zero}, engine {layout.engine}",
+        f"batch             {train.global_batch} sequences of {job.data.seq_len} tokens a step: "
+        f"{figures['tokens_per_step']:,} tokens, {_plural(figures['micro_batches'], 'micro-batch')} "
+        f"of {train.micro_batch} a data rank",
+    ]
+    if "parameters" in figures:
+        total, trainable = figures["parameters"], figures["trainable_parameters"]
+        frozen = f", {human_count(trainable)} trainable" if trainable != total else ""
+        lines.append(f"parameters        {total:,} ({human_count(total)}{frozen})")
+    lines += [f"[{name}]".ljust(18) + ", ".join(options) for name, options in _changed(job).items()]
+    return "\n".join(lines)
+
+
+def _changed(job: Job) -> dict[str, list[str]]:
+    """Section -> its options that differ from their defaults, as the file has them."""
+    changed: dict[str, list[str]] = {}
+    for name in Job.model_fields:
+        section = getattr(job, name)
+        for key, field in type(section).model_fields.items():
+            value = getattr(section, key)
+            if value != field.default:
+                changed.setdefault(name, []).append(f"{field.alias or key} = {toml_value(value)}")
+    return changed
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
