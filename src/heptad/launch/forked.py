@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -65,7 +66,7 @@ def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
         for reader in ready:
             rank = readers.index(reader)
             try:
-                fine, when, value = reader.recv()
+                fine, when, value = pickle.loads(reader.recv_bytes())
             except EOFError:
                 raise RankFailed(rank, "the process died without a report") from None
             if fine:
@@ -88,6 +89,6 @@ def _rank(rank: int, world: int, store: str, pipe: Connection, timeout_s: float,
         dist.barrier()
     except BaseException:
         report = (False, time.monotonic(), traceback.format_exc())
-    pipe.send(report)
+    pipe.send_bytes(pickle.dumps(report))  # by value: torch's own way shares memory that dies with this process
     pipe.close()
     os._exit(0)  # skips teardown of process groups and of what the parent had registered at exit

@@ -85,13 +85,16 @@ def _peers(group: Group) -> list[int]:
 
 
 def all_gather(full: Tensor, shard: Tensor, group: Group, phase: str) -> Work:
-    """`full` [N·s] gets every rank's `shard` [s], in rank order; 1-D, contiguous, one dtype. Sends (N-1)/N·S."""
+    """`full` [N·s] gets every rank's `shard` [s], in rank order; 1-D, contiguous, one dtype. Sends (N-1)/N·S.
+
+    `shard` may be this rank's slice of `full` (same storage): then nothing is copied.
+    """
     assert full.ndim == shard.ndim == 1 and full.numel() == group.size * shard.numel(), (full.shape, shard.shape)
     _record("all_gather", group, phase, full.nbytes)
     if group.pg is not None and not group.point_to_point:
         return Work([dist.all_gather_into_tensor(full, shard, group=group.pg, async_op=True)], keep=shard)
     slices = full.view(group.size, -1)
-    if slices[group.index].data_ptr() != shard.data_ptr() or full.is_meta:
+    if full.untyped_storage()._cdata != shard.untyped_storage()._cdata:
         slices[group.index].copy_(shard)
     if group.pg is None:
         return Work()
@@ -124,24 +127,17 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group, phase: str, accumu
 
 
 def _ordered_sum(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
-    """out (+)= parts[0] + parts[1] + …, left to right."""
+    """out (+)= parts[0] + parts[1] + …, left to right; parts[0] is overwritten; `out` may be one of the parts."""
     wide = torch.promote_types(torch.promote_types(out.dtype, parts[0].dtype), torch.float32)
-    target = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-    if accumulate and len(parts) > 1:
-        partial = torch.add(parts[0].to(wide), parts[1])
-        for part in parts[2:]:
-            partial.add_(part)
-        target = torch.add(out, partial, out=target)
-    elif accumulate:
-        target = torch.add(out, parts[0], out=target)
-    elif len(parts) > 1:
-        torch.add(parts[0].to(wide), parts[1], out=target)
-        for part in parts[2:]:
-            target.add_(part)
+    partial = parts[0].to(wide)
+    for part in parts[1:-1]:
+        partial.add_(part)
+    if accumulate:
+        out.add_(partial.add_(parts[-1]) if len(parts) > 1 else partial)
+    elif len(parts) > 1 and out.dtype == wide:
+        torch.add(partial, parts[-1], out=out)
     else:
-        target.copy_(parts[0])
-    if target is not out:
-        out.copy_(target)
+        out.copy_(partial.add_(parts[-1]) if len(parts) > 1 else partial)
 
 
 def all_reduce(tensor: Tensor, group: Group, phase: str, op: ReduceOp = "sum") -> Work:

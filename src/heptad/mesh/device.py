@@ -30,7 +30,7 @@ class Mesh:
                 if ranks not in made:
                     made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             ranks = layout.group_of(rank, axes)
-            name = "*".join(axis for axis in axes if layout.degree(axis) > 1) or "*".join(axes) or "none"
+            name = layout.group_name(axes)
             point_to_point = device.type == "cpu"
             self._groups[axes] = Group(name, ranks, ranks.index(rank), made[ranks], self.ledger, point_to_point)
 

@@ -72,6 +72,10 @@ class Layout:
         coords = self.coords(rank)
         return self._along(axes, {axis: coords[axis] for axis in self.axes if axis not in axes})
 
+    def group_name(self, axes: Sequence[str]) -> str:
+        """How ledger and predictions write a group along `axes`: those of degree > 1, joined by '*'."""
+        return "*".join(axis for axis in axes if self.degree(axis) > 1) or "*".join(axes) or "none"
+
     @property
     def data_ranks(self) -> int:
         """Ranks that read different sequences: dp_replicate × dp_shard."""

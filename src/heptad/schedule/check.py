@@ -90,7 +90,7 @@ class _State:
             self.full.discard(index)
         elif kind is Kind.UPDATE:
             require(position == len(self.program) - 1, "the update is not the last action")
-            require(not self.written, f"buckets {sorted(self.written)} have gradients that were not reduced")
+            require(not self.written or self.rule.reduce == "never", f"buckets {sorted(self.written)} have gradients that were not reduced")
             missing = self.reduced - self.all_reduced if self.rule.replicas else set()
             require(not missing, f"buckets {sorted(missing)} were not summed over their replicas")
             require(not self.pending, f"not waited for: {sorted(str(k) for k in self.pending)}")

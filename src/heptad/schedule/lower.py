@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from heptad.schedule.action import Action, Kind, Program, UnitUse
+from heptad.schedule.action import COMPUTE, Action, Kind, Program, UnitUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +126,19 @@ def _drains(compute: Program, writes: Sequence[int], rule: DataRule) -> list[int
         return [writes[-1]]
     last = {compute[position].microbatch: position for position in writes}
     return sorted(last.values())
+
+
+def phases(program: Program) -> tuple[str, ...]:
+    """The phase each action's traffic counts in: that of the use a gather serves, "backward" for reductions."""
+    serves: dict[int, str] = {}  # bucket -> phase of the first use after its next wait
+    following, found = "update", []
+    for action in reversed(program):
+        if action.kind in COMPUTE:
+            following = "forward" if action.kind is Kind.FORWARD else "backward"
+        elif action.kind is Kind.WAIT_GATHER:
+            serves[action.index] = following
+        if action.kind in (Kind.GATHER, Kind.WAIT_GATHER):
+            found.append(serves[action.index])
+        else:
+            found.append("update" if action.kind is Kind.UPDATE else "backward" if action.kind not in COMPUTE else following)
+    return tuple(reversed(found))

@@ -1,0 +1,108 @@
+"""The one place where axes meet: from a job to what one rank runs.
+
+Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; then the data axis,
+last of all axes, since it owns the storage of every parameter as the other axes have cut it.
+Read next: `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from heptad.axes.data import cost
+from heptad.axes.data.engine import DataEngine
+from heptad.axes.data.fsdp2 import Fsdp2Engine
+from heptad.axes.data.stages import LOSS_AXES, data_rule, replica_axes, shard_axes
+from heptad.config.schema import Job
+from heptad.mesh.device import Mesh
+from heptad.mesh.layout import Layout
+from heptad.models.build import Model, build
+from heptad.models.spec import UnitSpec
+from heptad.precision.policy import Policy
+from heptad.schedule.action import Program, UnitUse, forward_only, gradient_accumulation
+from heptad.schedule.check import check
+from heptad.schedule.executor import Executor
+from heptad.schedule.lower import lower
+from heptad.trace import Transfer
+
+AnyEngine = DataEngine | Fsdp2Engine
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What one rank holds of a job: groups, model, engine, executor."""
+
+    job: Job
+    mesh: Mesh
+    model: Model
+    policy: Policy
+    engine: AnyEngine
+    executor: Executor
+    recompute: frozenset[int]
+
+    def program(self, microbatches: int, train: bool = True) -> Program:
+        """The checked program of a step (or an evaluation) of `microbatches` micro-batches."""
+        return step_program(self.job, self.engine.uses, microbatches, self.recompute, train)
+
+    def predicted_traffic(self) -> list[Transfer]:
+        """The data axis's transfers of one training step, by formula."""
+        assert isinstance(self.engine, DataEngine)
+        layout, zero = self.mesh.layout, self.job.layout.zero
+        return cost.traffic(
+            [bucket.spec for bucket in self.engine.buckets],
+            self.engine.uses,
+            zero,
+            cost.axis_sizes(layout, shard_axes(zero)),
+            cost.axis_sizes(layout, replica_axes(zero)),
+            microbatches_of(self.job),
+            self.policy.params.itemsize,
+            self.policy.reduce.itemsize,
+            self.recompute,
+        )
+
+
+def microbatches_of(job: Job) -> int:
+    """Micro-batches a data rank runs in one step."""
+    return job.train.global_batch // (Layout.of(job.layout).data_ranks * job.train.micro_batch)
+
+
+def step_program(
+    job: Job, uses: tuple[UnitUse, ...], microbatches: int, recompute: frozenset[int], train: bool = True
+) -> Program:
+    """Generate, lower and check; raises ScheduleError if the result were wrong."""
+    rule = data_rule(job.layout)
+    compute = gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches)
+    program = lower(compute, uses, rule, update=train)
+    check(program, uses, rule)
+    return program
+
+
+def recomputed(job: Job, units: Sequence[UnitSpec]) -> frozenset[int]:
+    """Units whose forward runs again in the backward: all blocks but the first and last unit under mode "full"."""
+    blocks = [index for index, unit in enumerate(units) if unit.kind in ("block", "custom")]
+    return frozenset(index for index in blocks if 0 < index < len(units) - 1 and job.recompute.mode == "full")
+
+
+def wanted_groups(zero: int) -> list[tuple[str, ...]]:
+    """Axes a job needs groups along."""
+    return [LOSS_AXES, shard_axes(zero), replica_axes(zero)]
+
+
+def apply(job: Job, rank: int, device: torch.device, model: Model | None = None) -> Parallel:
+    """Build rank `rank` of a resolved job. Collective over all ranks; `model` (on meta) instead of the job's own."""
+    layout, zero = Layout.of(job.layout), job.layout.zero
+    mesh = Mesh(layout, rank, wanted_groups(zero), device)
+    policy = Policy.of(job.precision, device.type)
+    model = build(job) if model is None else model
+    if job.layout.engine == "fsdp2":
+        engine: AnyEngine = Fsdp2Engine(model, mesh, policy, job.train.seed)
+    else:
+        shards, replicas = mesh.group(*shard_axes(zero)), mesh.group(*replica_axes(zero))
+        engine = DataEngine(model, zero, shards, replicas, policy, device, job.layout.bucket_mb, job.train.seed)
+    recompute = recomputed(job, model.unit_specs)
+    backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
+    executor = Executor(model, engine, backward_from, recompute, rank)
+    return Parallel(job, mesh, model, policy, engine, executor, recompute)

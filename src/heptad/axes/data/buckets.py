@@ -1,0 +1,99 @@
+"""Which parameters share a bucket, and where each stands in it. Pure, no torch.
+
+One unit a bucket; units smaller than `bucket_mb` join the next ones until they reach it. Frozen parameters have buckets of
+their own, which are gathered but never reduced. Offsets are multiples of 8 elements and shards too (16 bytes in bf16,
+what NCCL and tensor cores want); the padding this costs is counted in `BucketSpec.numel`, and so in every prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from heptad.models.spec import ParamSpec, UnitSpec
+from heptad.schedule.action import UnitUse
+from heptad.units import MB
+
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Parameter `spec` at elements [offset, offset + spec.numel) of its bucket."""
+
+    spec: ParamSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """`numel` elements including padding, a multiple of 8 × the number of shards."""
+
+    index: int
+    slots: tuple[Slot, ...]
+    numel: int
+    trainable: bool
+
+
+def plan_buckets(
+    units: Sequence[UnitSpec], specs: Sequence[ParamSpec], num_shards: int, bucket_mb: float, bytes_per_element: int
+) -> tuple[BucketSpec, ...]:
+    """Buckets in program order of their first unit. A parameter that two units own (one listed twice) has one slot."""
+    by_name = {spec.name: spec for spec in specs}
+    buckets: list[BucketSpec] = []
+    open_: dict[bool, list[ParamSpec]] = {True: [], False: []}
+    seen: set[str] = set()
+
+    def close(trainable: bool) -> None:
+        if open_[trainable]:
+            buckets.append(_bucket(len(buckets), open_[trainable], num_shards, trainable))
+            open_[trainable] = []
+
+    for unit in units:
+        for name in unit.params:
+            if name not in seen:
+                seen.add(name)
+                open_[by_name[name].trainable].append(by_name[name])
+        for trainable, members in open_.items():
+            if sum(spec.numel for spec in members) * bytes_per_element >= bucket_mb * MB:
+                close(trainable)
+    close(True)
+    close(False)
+    return tuple(buckets)
+
+
+def _bucket(index: int, members: Sequence[ParamSpec], num_shards: int, trainable: bool) -> BucketSpec:
+    slots, offset = [], 0
+    for spec in members:
+        slots.append(Slot(spec, offset))
+        offset += _round_up(spec.numel, ALIGNMENT)
+    return BucketSpec(index, tuple(slots), _round_up(offset, ALIGNMENT * num_shards), trainable)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def unit_uses(units: Sequence[UnitSpec], buckets: Sequence[BucketSpec]) -> tuple[UnitUse, ...]:
+    """What each unit reads and writes, in buckets. A unit with nothing trainable in or below it has no backward."""
+    home = {slot.spec.name: bucket for bucket in buckets for slot in bucket.slots}
+    uses, trainable_below = [], False
+    for unit in units:
+        names = (*unit.params, *unit.borrowed)
+        writes = _indices(home[name] for name in names if home[name].trainable)
+        trainable_below = trainable_below or bool(writes)
+        reads = _indices(home[name] for name in unit.backward_reads)
+        uses.append(UnitUse(unit.name, _indices(home[name] for name in names), reads, writes, trainable_below))
+    return tuple(uses)
+
+
+def _indices(buckets: object) -> tuple[int, ...]:
+    return tuple(sorted({bucket.index for bucket in buckets}))  # type: ignore[attr-defined]
+
+
+def ranges_of(bucket: BucketSpec, slot: Slot, num_shards: int) -> tuple[tuple[int, int], ...]:
+    """Flat range [start, stop) of the slot's parameter on each rank, the bucket being cut into equal shards."""
+    length = bucket.numel // num_shards
+    cuts = [min(max(rank * length - slot.offset, 0), slot.spec.numel) for rank in range(num_shards + 1)]
+    return tuple(pairwise(cuts))

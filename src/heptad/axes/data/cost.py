@@ -1,0 +1,120 @@
+"""What the data axis sends and holds, from the job's facts alone. Pure, no torch.
+
+`traffic` counts uses of buckets by formula, not by walking the program, so it can disagree with `schedule/lower.py` and with the
+ledger; tests and `verify` assert that it does not. Sources: FIELD.md (ring formulas, bytes a parameter), ZeRO §5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from heptad.axes.data.buckets import BucketSpec
+from heptad.mesh.layout import Layout
+from heptad.schedule.action import UnitUse
+from heptad.trace import Transfer
+from heptad.units import sent_bytes
+
+
+def traffic(
+    buckets: Sequence[BucketSpec],
+    uses: Sequence[UnitUse],
+    zero: int,
+    shards: tuple[str, int],
+    replicas: tuple[str, int],
+    microbatches: int,
+    param_bytes: int,
+    reduce_bytes: int,
+    recompute: frozenset[int] = frozenset(),
+) -> list[Transfer]:
+    """One training step of one rank. `shards`, `replicas`: (axis, number of ranks) a bucket is cut over and copied over.
+
+    param_bytes, reduce_bytes: bytes of an element when gathered and when reduced.
+    """
+    found: list[Transfer] = []
+
+    def add(op: str, axis: tuple[str, int], phase: str, full_bytes: int, count: int) -> None:
+        if count and axis[1] > 1:
+            found.append(Transfer(op, axis[0], phase, count * sent_bytes(op, full_bytes, axis[1]), count))
+
+    for bucket in buckets:
+        params, grads = bucket.numel * param_bytes, bucket.numel * reduce_bytes
+        if zero > 0:
+            forward, backward = gathers(uses, bucket.index, zero, microbatches, recompute)
+            add("all_gather", shards, "forward", params, forward)
+            add("all_gather", shards, "backward", params, backward)
+        if bucket.trainable and any(bucket.index in use.writes for use in uses):
+            if zero == 0:
+                add("all_reduce", replicas, "backward", grads, 1)
+            else:
+                add("reduce_scatter", shards, "backward", grads, 1 if zero == 1 else microbatches)
+                add("all_reduce", replicas, "backward", grads // shards[1], 1)
+    return found
+
+
+def gathers(
+    uses: Sequence[UnitUse], bucket: int, zero: int, microbatches: int, recompute: frozenset[int] = frozenset()
+) -> tuple[int, int]:
+    """How often a bucket is gathered in the forward and in the backward of a step.
+
+    Stages 1, 2: once. Stage 3: once for each stretch of neighbouring units that read it, each way; the stretch that runs
+    over the turn (last unit forward, last unit backward) is one, and so is one over the border of two micro-batches.
+    """
+    reads_forward = [bucket in use.forward for use in uses]
+    if not any(reads_forward):
+        return 0, 0
+    if zero < 3:
+        return 1, 0
+    backward = [
+        bucket in use.backward_reads or (unit in recompute and reads_forward[unit])
+        for unit, use in enumerate(uses)
+        if use.backward
+    ]
+    turn = bool(backward) and reads_forward[-1] and backward[-1]
+    border = (backward[0] if backward else reads_forward[-1]) and reads_forward[0]
+    stretches_forward, stretches_backward = _stretches(reads_forward), _stretches(backward)
+    return (
+        microbatches * stretches_forward - (microbatches - 1) * border,
+        microbatches * (stretches_backward - turn),
+    )
+
+
+def _stretches(reads: Iterable[bool]) -> int:
+    """Number of maximal runs of True."""
+    count, before = 0, False
+    for now in reads:
+        count, before = count + (now and not before), now
+    return count
+
+
+def memory(
+    buckets: Sequence[BucketSpec], zero: int, num_shards: int, param_bytes: int, reduce_bytes: int, master_bytes: int
+) -> dict[str, int]:
+    """Resident bytes of one rank between steps, by kind; gathered parameters and open gradients come on top.
+
+    "params": the computing copy where it stays resident; "master": the optimizer's copy where it is another one;
+    "grads": what stays allocated. Optimizer state is the optimizer's own (`optim/cost.py`).
+    """
+    kinds = {"params": 0, "master": 0, "grads": 0}
+    for bucket in buckets:
+        shard = bucket.numel // num_shards
+        stored = master_bytes if bucket.trainable else param_bytes
+        if zero < 3:
+            kinds["params"] += bucket.numel * param_bytes
+        if zero == 3 or stored != param_bytes:
+            kinds["master"] += shard * stored
+        if bucket.trainable:
+            kinds["grads"] += (bucket.numel if zero < 2 else shard) * reduce_bytes
+    return kinds
+
+
+def largest_transient(buckets: Sequence[BucketSpec], param_bytes: int, reduce_bytes: int) -> dict[str, int]:
+    """Bytes of the largest bucket gathered and open for gradients (stage 3)."""
+    return {
+        "gathered": max(bucket.numel for bucket in buckets) * param_bytes,
+        "open_grads": max((bucket.numel for bucket in buckets if bucket.trainable), default=0) * reduce_bytes,
+    }
+
+
+def axis_sizes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, int]:
+    """(name as the ledger writes it, number of ranks) of the group along `axes`."""
+    return layout.group_name(axes), layout.degree(*axes)

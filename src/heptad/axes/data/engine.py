@@ -1,0 +1,117 @@
+"""The data axis's engine: all buckets of a model on one rank, for every stage.
+
+The executor calls `act` for G, g, D, R, r, A, a and hands the engine to the weight gradients as their sink. Which stage it
+is shows only in `Placement` and in the program that `schedule/lower.py` wrote. Read next: `bucket.py`, `schedule/executor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from heptad.axes.data.bucket import Bucket, Placement
+from heptad.axes.data.buckets import plan_buckets, unit_uses
+from heptad.axes.data.shard import Shard
+from heptad.mesh.collectives import Group
+from heptad.models.build import Model
+from heptad.models.init import fill
+from heptad.precision.policy import Policy
+from heptad.schedule.action import Action, Kind
+
+
+class DataEngine:
+    """Owns every parameter of `model` on this rank: makes the buffers, fills them with keyed initial values.
+
+    uses_taps: weight gradients come through the sink (False: autograd writes `.grad`, see `fsdp2.py`).
+    """
+
+    uses_taps = True
+
+    def __init__(
+        self,
+        model: Model,
+        zero: int,
+        shard_group: Group,
+        replica_group: Group,
+        policy: Policy,
+        device: torch.device,
+        bucket_mb: float,
+        seed: int,
+    ) -> None:
+        place = Placement(shard_group, replica_group, free_params=zero == 3, free_grads=zero >= 2, sharded=zero > 0)
+        planned = plan_buckets(
+            model.unit_specs, model.specs, shard_group.size, bucket_mb, policy.reduce.itemsize
+        )
+        self.policy, self.place, self.seed = policy, place, seed
+        self.uses = unit_uses(model.unit_specs, planned)
+        self.buckets = [Bucket(spec, place, policy, device) for spec in planned]
+        self._home = {name: bucket for bucket in self.buckets for name in bucket.params}
+        model.bind({name: bucket.params[name] for name, bucket in self._home.items()})
+        self._names = {param: name for name, param in model.params.items()}
+        self.shards = [shard for bucket in self.buckets for shard in bucket.shards()]
+        self._acts: dict[Kind, Callable[[Bucket, str], None]] = {
+            Kind.GATHER: Bucket.gather,
+            Kind.WAIT_GATHER: lambda bucket, _: bucket.wait_gather(),
+            Kind.DROP: lambda bucket, _: bucket.drop(),
+            Kind.REDUCE: Bucket.reduce,
+            Kind.WAIT_REDUCE: lambda bucket, _: bucket.wait_reduce(),
+            Kind.ALL_REDUCE: Bucket.all_reduce,
+            Kind.WAIT_ALL_REDUCE: lambda bucket, _: bucket.wait_all_reduce(),
+        }
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Keyed initial values of this rank's ranges: the same whole tensors for any layout."""
+        for shard in self.shards:
+            if shard.stop > shard.start:
+                fill(shard.master, shard.spec, shard.start, shard.stop, self.seed)
+        self.refresh()
+
+    def act(self, action: Action, phase: str) -> None:
+        """Run one action on a bucket; `phase` labels its traffic."""
+        self._acts[action.kind](self.buckets[action.index], phase)
+
+    def begin_step(self) -> None:
+        """Before the first action of a step that trains."""
+        for bucket in self.buckets:
+            bucket.begin_step()
+
+    def finish_grads(self) -> None:
+        """After the last reduction: every `Shard.grad` holds the step's sum already."""
+
+    def refresh(self) -> None:
+        """After the masters changed (update, load)."""
+        for bucket in self.buckets:
+            bucket.refresh()
+
+    # GradSink
+
+    def add_matmul(self, param: nn.Parameter, a: Tensor, b: Tensor) -> None:
+        """See `models.taps.GradSink`."""
+        grad, fresh = self._grad(param)
+        if grad.dtype != a.dtype:
+            product = a @ b
+            grad.copy_(product) if fresh else grad.add_(product)
+        elif fresh:
+            torch.mm(a, b, out=grad)
+        else:
+            grad.addmm_(a, b)
+
+    def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+        """See `models.taps.GradSink`."""
+        grad, fresh = self._grad(param)
+        if fresh:
+            grad.zero_()
+        grad.index_add_(0, rows, values.to(grad.dtype))
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """See `models.taps.GradSink`."""
+        view, fresh = self._grad(param)
+        view.copy_(grad) if fresh else view.add_(grad)
+
+    def _grad(self, param: nn.Parameter) -> tuple[Tensor, bool]:
+        name = self._names[param]
+        return self._home[name].grad_view(name)
+

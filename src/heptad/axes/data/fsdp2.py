@@ -1,0 +1,96 @@
+"""`engine = "fsdp2"`: torch's `fully_shard` behind the interface of `DataEngine`. The reference to be equal to, and ahead of.
+
+Its hooks gather and reduce, so the program has no G, D, R; weight gradients come from autograd (no taps). Each unit is a
+root of its own, since units have detached boundaries, so FSDP2 cannot prefetch across them here (the benchmarks compare
+with FSDP2 as its users run it, not with this). It cuts dim 0 of every parameter: a rank's share is one flat range.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from heptad.axes.data.buckets import plan_buckets, unit_uses
+from heptad.axes.data.shard import Shard
+from heptad.mesh.device import Mesh
+from heptad.models.build import Model
+from heptad.models.init import fill
+from heptad.models.spec import ParamSpec
+from heptad.precision.policy import Policy
+from heptad.schedule.action import Action
+
+REPLICAS, SHARDS = ("dp_replicate",), ("dp_shard", "cp")
+
+
+class Fsdp2Engine:
+    """Same parameters, same initial values, same gradients as `DataEngine` at stage 3 (and HSDP)."""
+
+    uses_taps = False
+
+    def __init__(self, model: Model, mesh: Mesh, policy: Policy, seed: int) -> None:
+        self.model, self.mesh, self.seed = model, mesh, seed
+        self.uses = unit_uses(model.unit_specs, plan_buckets(model.unit_specs, model.specs, 1, 0.0, 1))
+        hybrid = mesh.layout.degree(*REPLICAS) > 1
+        device_mesh = mesh.device_mesh(REPLICAS, SHARDS) if hybrid else mesh.device_mesh(SHARDS)
+        precision = MixedPrecisionPolicy(policy.params, policy.reduce, cast_forward_inputs=False)
+        model.module.to(policy.master)
+        for unit in dict.fromkeys(model.units):
+            wrapped = fully_shard(unit, mesh=device_mesh, mp_policy=precision)
+            wrapped.set_gradient_divide_factor(1.0)  # the loss is divided once, gradients are summed
+            wrapped.set_force_sum_reduction_for_comms(True)
+        model.module.to_empty(device=mesh.device)
+        model.params.update({spec.name: model.module.get_parameter(spec.name) for spec in model.specs})
+        self.shards = [self._shard(spec) for spec in model.specs]
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Keyed initial values of this rank's rows."""
+        for shard in self.shards:
+            if shard.stop > shard.start:
+                fill(shard.master, shard.spec, shard.start, shard.stop, self.seed)
+
+    def _shard(self, spec: ParamSpec) -> Shard:
+        param = self.model.params[spec.name]
+        assert isinstance(param, DTensor)
+        group, row = self.mesh.group(*SHARDS), math.prod(spec.shape[1:])
+        rows = -(-spec.shape[0] // group.size)
+        cuts = [min(rank * rows, spec.shape[0]) * row for rank in range(group.size + 1)]
+        ranges = tuple(zip(cuts[:-1], cuts[1:], strict=True))
+        local = param.to_local().detach().view(-1)
+        grad = torch.zeros_like(local) if spec.trainable else None
+        return Shard(spec, *ranges[group.index], local, grad, group, ranges)
+
+    def begin_step(self) -> None:
+        """Gradients start at nothing."""
+        for param in self.model.params.values():
+            param.grad = None
+
+    def finish_grads(self) -> None:
+        """Show the reduced gradients as shards; a parameter that got none has zero."""
+        for shard in self.shards:
+            grad = self.model.params[shard.spec.name].grad
+            if shard.grad is not None:
+                shard.grad = torch.zeros_like(shard.grad) if grad is None else _local(grad)
+
+    def refresh(self) -> None:
+        """Nothing to do: FSDP2 casts at each gather."""
+
+    def act(self, action: Action, phase: str) -> None:
+        """Never called: the program has no communication."""
+        raise AssertionError(f"{action} in a program for fsdp2")
+
+    def add_matmul(self, param: nn.Parameter, a: Tensor, b: Tensor) -> None:
+        """Never called: there are no taps."""
+        raise AssertionError("fsdp2 uses no taps")
+
+    add_rows = add_matmul
+    add = add_matmul  # type: ignore[assignment]
+
+
+def _local(grad: Tensor) -> Tensor:
+    assert isinstance(grad, DTensor)
+    return grad.to_local().view(-1)

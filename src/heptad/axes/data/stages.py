@@ -1,0 +1,33 @@
+"""The stages as policies of one engine: over which axes parameters are cut, when buckets are gathered and reduced. Pure."""
+
+from __future__ import annotations
+
+from heptad.config.schema import LayoutSection
+from heptad.mesh.layout import Layout
+from heptad.schedule.lower import DataRule
+
+
+def shard_axes(zero: int) -> tuple[str, ...]:
+    """Axes over which a bucket is cut (the context ranks are data ranks for parameters). Stage 0 cuts nothing."""
+    return () if zero == 0 else ("dp_shard", "cp")
+
+
+def replica_axes(zero: int) -> tuple[str, ...]:
+    """Axes along which ranks hold the same shard; gradients are summed over both kinds of axes."""
+    return ("dp_replicate", "dp_shard", "cp") if zero == 0 else ("dp_replicate",)
+
+
+LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
+"""Axes over which tokens, losses and finite checks are summed."""
+
+
+def data_rule(section: LayoutSection) -> DataRule:
+    """Stage and prefetch distance as a lowering rule. `fsdp2` communicates in its own hooks: nothing is placed."""
+    replicas = Layout.of(section).degree(*replica_axes(section.zero)) > 1
+    if section.engine == "fsdp2":
+        return DataRule("never", "never")
+    if section.zero == 0:
+        return DataRule("never", "step", scatter=False, prefetch=section.prefetch)
+    gather = "use" if section.zero == 3 else "step"
+    reduce = "step" if section.zero == 1 else "microbatch"
+    return DataRule(gather, reduce, replicas=replicas, prefetch=section.prefetch)

@@ -1,0 +1,194 @@
+"""The executor: a loop over a checked program. No hooks, no schedule-specific code.
+
+Units have detached boundaries: F runs a unit on a detached input and keeps its graph; I asks autograd for the gradients of
+that input, of the taps' probes and of parameters no tap covers; W turns taps into weight gradients, straight into the
+engine's buffers. Communication actions go to the engine, which starts or waits. Every action can be recorded as an `Event`.
+Read next: `action.py`, `models/taps.py`, `axes/data/engine.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from heptad.models.batch import Batch
+from heptad.models.build import Model, loose_params
+from heptad.models.taps import GradSink, Tape, write_weight_grads
+from heptad.schedule.action import COMPUTE, Action, Kind, Program
+from heptad.schedule.lower import phases
+from heptad.trace import Event
+
+
+class Engine(GradSink, Protocol):
+    """What the executor needs of a data axis."""
+
+    uses_taps: bool
+
+    def act(self, action: Action, phase: str) -> None:
+        """Run a communication action."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """One unit's forward on one micro-batch: what its backward needs."""
+
+    inputs: Tensor | None
+    output: Tensor
+    tape: Tape
+    dys: list[Tensor | None]
+
+
+class Executor:
+    """Runs programs of `model` on one rank.
+
+    recompute: units whose forward keeps no graph (a C in the program makes it). record: gets an `Event` an action.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        engine: Engine,
+        backward_from: int,
+        recompute: frozenset[int] = frozenset(),
+        rank: int = 0,
+    ) -> None:
+        self.model, self.engine, self.recompute, self.rank = model, engine, recompute, rank
+        self.backward_from = backward_from  # first unit that has a backward
+        self._tapped = [[m for m in unit.modules() if hasattr(m, "tape")] for unit in model.units]
+        self._loose = [
+            loose_params(unit) if engine.uses_taps else [p for p in unit.parameters() if p.requires_grad]
+            for unit in model.units
+        ]
+
+    def run(
+        self,
+        program: Program,
+        batches: Sequence[Batch],
+        scale: Tensor | float = 1.0,
+        update: Callable[[list[Tensor]], None] | None = None,
+        record: list[Event] | None = None,
+        logits: bool = False,
+    ) -> list[Tensor]:
+        """Run `program`; returns each micro-batch's output of the last unit (detached).
+
+        scale: gradient of the last unit's output (one over the step's count of targets); update: what U does, given those
+        outputs. logits: the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
+        """
+        step = _Step(self, batches, scale, logits)
+        origin = time.perf_counter()
+        for action, phase in zip(program, phases(program), strict=True):
+            start = time.perf_counter()
+            if action.kind in COMPUTE:
+                step.compute(action)
+            elif action.kind is Kind.UPDATE:
+                assert update is not None
+                update(step.outputs)
+            else:
+                self.engine.act(action, phase)
+            if record is not None:
+                lane = "compute" if action.kind in COMPUTE or action.kind is Kind.UPDATE else "comm"
+                end = time.perf_counter()
+                record.append(Event(self.rank, lane, str(action), start - origin, end - origin))
+        assert not step.runs and not step.grads, "a program left work undone"
+        return step.outputs
+
+    def forward(self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool) -> tuple[Tensor, Tape]:
+        """One unit's forward, with a tape where the engine wants taps."""
+        tape = Tape()
+        for module in self._tapped[unit]:
+            module.tape = tape if taped and self.engine.uses_taps else None
+        output = self.model.units[unit](inputs, batch)
+        for module in self._tapped[unit]:
+            module.tape = None
+        return output, tape
+
+    def loose(self, unit: int) -> list[nn.Parameter]:
+        """Parameters whose gradients autograd computes in I."""
+        return self._loose[unit]
+
+
+class _Step:
+    """Tensors alive during one run, keyed by (unit, micro-batch)."""
+
+    def __init__(self, executor: Executor, batches: Sequence[Batch], scale: Tensor | float, logits: bool) -> None:
+        self.executor, self.batches, self.scale, self.logits = executor, batches, scale, logits
+        self.runs: dict[tuple[int, int], _Run] = {}
+        self.boundaries: dict[tuple[int, int], Tensor] = {}  # output of a unit, detached: the next one's input
+        self.grads: dict[tuple[int, int], Tensor] = {}  # gradient of a unit's output
+        self.outputs: list[Tensor] = []
+        self.last = len(executor.model.units) - 1
+
+    def compute(self, action: Action) -> None:
+        """Run one compute action."""
+        unit, microbatch = action.index, action.microbatch
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(unit, microbatch)
+            case Kind.RECOMPUTE:
+                self._recompute(unit, microbatch)
+            case Kind.BACKWARD:
+                self._input_grad(unit, microbatch)
+                self._weight_grad(unit, microbatch)
+            case Kind.INPUT_GRAD:
+                self._input_grad(unit, microbatch)
+            case Kind.WEIGHT_GRAD:
+                self._weight_grad(unit, microbatch)
+
+    def _input(self, unit: int, microbatch: int, keep: bool) -> Tensor | None:
+        if unit == 0:
+            return None
+        return self.boundaries[unit - 1, microbatch] if keep else self.boundaries.pop((unit - 1, microbatch))
+
+    def _forward(self, unit: int, microbatch: int) -> None:
+        executor, batch = self.executor, self.batches[microbatch]
+        grad = torch.is_grad_enabled() and unit >= executor.backward_from
+        recompute = grad and unit in executor.recompute
+        inputs = self._input(unit, microbatch, keep=recompute)
+        with torch.set_grad_enabled(grad and not recompute):
+            if self.logits and unit == self.last:
+                output, tape = executor.model.units[unit].logits(inputs), Tape()  # type: ignore[operator]
+            else:
+                output, tape = executor.forward(unit, inputs, batch, taped=grad and not recompute)
+        if grad and not recompute:
+            self.runs[unit, microbatch] = _Run(inputs, output, tape, [])
+        if unit == self.last:
+            self.outputs.append(output.detach())
+        else:
+            self.boundaries[unit, microbatch] = output.detach().requires_grad_(grad)
+
+    def _recompute(self, unit: int, microbatch: int) -> None:
+        inputs = self._input(unit, microbatch, keep=False)
+        output, tape = self.executor.forward(unit, inputs, self.batches[microbatch], taped=True)
+        self.runs[unit, microbatch] = _Run(inputs, output, tape, [])
+
+    def _input_grad(self, unit: int, microbatch: int) -> None:
+        run = self.runs[unit, microbatch]
+        wants = [run.inputs] if run.inputs is not None and unit > self.executor.backward_from else []
+        probes, loose = run.tape.probes(), self.executor.loose(unit)
+        if unit == self.last:
+            dy = torch.ones_like(run.output) * self.scale
+        else:
+            dy = self.grads.pop((unit, microbatch))
+        if not self.executor.engine.uses_taps:
+            torch.autograd.backward(run.output, dy)
+            grads: Sequence[Tensor | None] = [x.grad for x in wants]
+        else:
+            grads = torch.autograd.grad(run.output, [*wants, *probes, *loose], dy, allow_unused=True)
+        if wants:
+            dx = grads[0]
+            self.grads[unit - 1, microbatch] = torch.zeros_like(wants[0]) if dx is None else dx
+        if self.executor.engine.uses_taps:
+            run.dys = list(grads[len(wants) : len(wants) + len(probes)])
+            for param, grad in zip(loose, grads[len(wants) + len(probes) :], strict=True):
+                if grad is not None:
+                    self.executor.engine.add(param, grad)
+        del run.output  # the graph is spent
+
+    def _weight_grad(self, unit: int, microbatch: int) -> None:
+        run = self.runs.pop((unit, microbatch))
+        write_weight_grads(run.tape, run.dys, self.executor.engine)

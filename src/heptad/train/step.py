@@ -1,0 +1,150 @@
+"""One training step and one evaluation, on one rank.
+
+A step: count the targets of the whole global batch (one integer all-reduce, before the first backward); run the program,
+whose last unit's output is scaled by one over that count, so gradients are only ever summed; then, in U: the loss and the
+gradient norm of the whole model, one decision that all ranks share (finite or not), clipping, the optimizer.
+Read next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from heptad.axes.apply import Parallel, apply, microbatches_of
+from heptad.axes.data.stages import LOSS_AXES
+from heptad.config.schema import Job
+from heptad.mesh.collectives import all_reduce
+from heptad.mesh.host import host_value
+from heptad.models.batch import Batch
+from heptad.models.build import Model
+from heptad.optim.build import build_optimizer
+from heptad.optim.norm import clip_, total_norm
+from heptad.optim.schedule import lr_at
+from heptad.trace import Event
+
+
+class NonFinite(RuntimeError):
+    """Loss or gradient is inf or nan and the job says to stop; the state is that of before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Figures of one step, equal on all ranks.
+
+    loss: mean over the global batch's targets (0 without targets). grad_norm: before clipping. clip_factor: what gradients
+    were scaled by. skipped: no update was made: no target, or not finite (`bad_rank`: the first rank whose own loss was
+    not). num_tokens counts each position of the global batch once, num_targets those with a label. stop: some rank asked.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    clip_factor: float
+    skipped: bool
+    bad_rank: int | None
+    num_tokens: int
+    num_targets: int
+    lr: float
+    stop: bool
+
+
+class Trainer:
+    """A job on one rank: model, engine, optimizer, program. Construction is collective over all ranks."""
+
+    def __init__(self, job: Job, rank: int, device: torch.device, model: Model | None = None) -> None:
+        self.parallel: Parallel = apply(job, rank, device, model)
+        self.job, self.rank, self.device = job, rank, device
+        self.engine, self.mesh = self.parallel.engine, self.parallel.mesh
+        self.loss_group = self.mesh.group(*LOSS_AXES)
+        self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
+        self.program = self.parallel.program(microbatches_of(job))
+        self.result: StepResult | None = None
+
+    def step(
+        self, step: int, batches: Sequence[Batch], stop: bool = False, record: list[Event] | None = None
+    ) -> StepResult:
+        """Step number `step` (from 1) on this rank's micro-batches; `stop`: this rank asks to stop after it.
+
+        Raises NonFinite on every rank when the job says so.
+        """
+        batches = [batch.to(self.device) for batch in batches]
+        self.parallel.model.module.train()
+        num_targets = self.count_targets(batches)
+        self.engine.begin_step()
+
+        def update(losses: list[Tensor]) -> None:
+            self.result = self._update(step, losses, num_targets, stop)
+
+        self.parallel.executor.run(self.program, batches, 1.0 / max(num_targets, 1), update, record)
+        assert self.result is not None
+        num_tokens = sum(batch.ids.numel() for batch in batches) * self.loss_group.size
+        return replace(self.result, num_tokens=num_tokens)
+
+    def count_targets(self, batches: Sequence[Batch]) -> int:
+        """Targets of the whole global batch: the one denominator of the step."""
+        count = torch.stack([(batch.labels >= 0).sum() for batch in batches]).sum()
+        all_reduce(count, self.loss_group, "count").wait()
+        return int(host_value(count, expected=sum(batch.labels.numel() for batch in batches)))
+
+    def _update(self, step: int, losses: list[Tensor], num_targets: int, stop: bool) -> StepResult:
+        """What U does: nothing changes unless loss and gradient are finite on every rank."""
+        section = self.job.optimizer
+        self.engine.finish_grads()
+        local = torch.stack(losses).double().sum()
+        figures = torch.stack([local, torch.full_like(local, float(stop))])
+        all_reduce(figures, self.loss_group, "loss").wait()
+        loss = host_value(figures[0], expected=0.0) / max(num_targets, 1)
+        stops = host_value(figures[1], expected=0.0) > 0
+        norm = total_norm(self.engine.shards)
+        norm_value = host_value(norm, expected=0.0)
+        finite = math.isfinite(loss) and math.isfinite(norm_value)
+        bad_rank = None if finite else self._first_bad_rank(local)
+        if not finite and section.nonfinite == "raise":
+            where = "every rank's own loss is finite" if bad_rank is None else f"first on rank {bad_rank}"
+            raise NonFinite(f"step {step}: loss {loss}, gradient norm {norm_value} ({where})")
+        skipped = not finite or num_targets == 0
+        factor = 1.0
+        if not skipped:
+            if section.clip_norm is not None and norm_value > section.clip_norm:
+                factor = host_value(clip_(self.engine.shards, section.clip_norm, norm), expected=1.0)
+            self.optimizer.step(step)
+            self.engine.refresh()
+        lr = lr_at(section, step, self.job.train.steps, section.lr)
+        return StepResult(step, loss, norm_value, factor, skipped, bad_rank, 0, num_targets, lr, stops)
+
+    def _first_bad_rank(self, local: Tensor) -> int | None:
+        bad = torch.where(local.isfinite(), math.inf, float(self.rank)).to(torch.float64)
+        all_reduce(bad, self.loss_group, "check", "min").wait()
+        rank = host_value(bad, expected=math.inf)
+        return int(rank) if math.isfinite(rank) else None
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss over the targets of all ranks' `batches` (as many on each rank), without dropout."""
+        self.parallel.model.module.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for batch in batches:
+                batch = batch.to(self.device)
+                loss = self.parallel.executor.run(self.parallel.program(1, train=False), [batch])[0]
+                sums += torch.stack([loss.double(), (batch.labels >= 0).sum().double()])
+        all_reduce(sums, self.loss_group, "evaluate").wait()
+        total, count = (host_value(value, expected=1.0) for value in sums)
+        return total / max(count, 1.0)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits [B, L, V] of `batch`, without dropout. Collective: every rank takes part."""
+        self.parallel.model.module.eval()
+        program = self.parallel.program(1, train=False)
+        with torch.no_grad():
+            return self.parallel.executor.run(program, [batch.to(self.device)], logits=True)[0]
+
+    def agree(self, flag: bool) -> bool:
+        """True on every rank when any rank says so."""
+        value = torch.tensor(float(flag), dtype=torch.float64, device=self.device)
+        all_reduce(value, self.loss_group, "check", "max").wait()
+        return host_value(value, expected=float(flag)) > 0
