@@ -1,16 +1,16 @@
 """A resolved job on one screen: the ranks, what follows from the sizes, and every option that is not at its default.
 
-The whole job, defaults included, is what `load.dump` writes into the run's folder. Read next: `models/resolve.py`, which
-derives the figures.
+The whole job, defaults included, is what `load.dump` writes into the run's folder. Read next: `models/resolve.py`,
+which derives the figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from heptad.config.load import toml_value
 from heptad.config.schema import Job
 from heptad.config.sizes import AXES, world
+from heptad.config.write import toml_value
 from heptad.units import human_count
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from heptad.config.schema import Job, RopeScaling, Section, SourceSection
+from heptad.config.write import toml_value
 from heptad.errors import Problem, nearest
 
 OTHER_WORDS = {
@@ -81,7 +82,7 @@ def _problem(field: str, items: list[ErrorDetails]) -> Problem:
         return Problem(field, "(absent)", "this key must be given here", f"add {field.rpartition('.')[2]} = ...")
     rules = [_rule(item) for item in items]
     rule = f"{field} is {' or '.join(dict.fromkeys(rules))}"
-    if all(item["type"] in _KINDS or item["type"] == "literal_error" for item in items) and kind != "literal_error":
+    if kind in _KINDS and kind != "finite_number" and all(item["type"] in (*_KINDS, "literal_error") for item in items):
         rule += f", but this is {_kind(value)}"
     return Problem(field, value, rule, _fix(field, value, items))
 
@@ -128,9 +129,7 @@ def _example(field: str) -> str:
     infos = {info.alias or name: info for name, info in section.model_fields.items()} if section else {}
     if key not in infos or infos[key].is_required() or infos[key].default is None:
         return f"give {key} such a value"
-    default = infos[key].default
-    shown = list(default) if isinstance(default, tuple) else default
-    return f"give {key} such a value; the default is {str(shown).lower() if isinstance(shown, bool) else shown!r}"
+    return f"give {key} such a value; the default is {toml_value(infos[key].default)}"
 
 
 def _unknown(field: str, value: object) -> Problem:

@@ -8,17 +8,17 @@ Read next: `schema.py` (the fields), `check.py` (rules between fields).
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from heptad.config.explain import explain
 from heptad.config.presets import job_presets
-from heptad.config.schema import Job, Section
+from heptad.config.schema import Job
+from heptad.config.write import section_text
 from heptad.errors import ConfigError, Problem, nearest
 
 
@@ -48,8 +48,7 @@ def parse(text: str, source: str, sets: Iterable[str] = ()) -> Job:
 
 def dump(job: Job) -> str:
     """`job` as TOML text with every option in it: `parse(dump(job))` equals `job`."""
-    parts = [f"[{name}]\n" + "".join(_lines(getattr(job, name))) for name in Job.model_fields]
-    return "\n".join(parts)
+    return "\n".join(section_text(name, getattr(job, name)) for name in Job.model_fields)
 
 
 def _read(job_ref: str) -> str:
@@ -135,40 +134,3 @@ def _tuples(value: object) -> object:
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _lines(section: Section) -> Iterable[str]:
-    for key, value in _shown(section).items():
-        yield f"{key} = {toml_value(value)}\n"
-
-
-def _shown(section: Section) -> dict[str, object]:
-    """Key -> value as the file has them: aliases, "none" where that can be said, absent text left out."""
-    shown: dict[str, object] = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if value is None and name not in type(section).nullable():
-            continue
-        shown[field.alias or name] = value
-    return shown
-
-
-def toml_value(value: object) -> str:
-    """One value as TOML writes it; None is "none"."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    items = _shown(value) if isinstance(value, Section) else value
-    assert isinstance(items, Mapping), f"no TOML form of {value!r}"
-    return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in items.items()) + "}"
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

@@ -1,0 +1,202 @@
+"""Rules between fields: all violated ones at once, with the numbers and the nearest legal values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from heptad.config import unbuilt
+from heptad.config.check import check, problems
+from heptad.config.load import load
+from heptad.errors import ConfigError
+
+Snapshot = Callable[[str, str], None]
+
+
+def fields(*sets: str) -> list[str]:
+    return [problem.field for problem in problems(load("debug", sets))]
+
+
+C_117 = (
+    "cluster.devices_per_node=6",
+    "layout.tp=4",
+    "model.heads=6",
+    "model.kv_heads=2",
+    "model.layers=5",
+    "layout.pp=2",
+    "data.seq_len=10",
+    "layout.cp=4",
+)
+
+
+def test_c_117_one_error_lists_every_rule_with_numbers_and_legal_values(snapshot: Snapshot) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(load("debug", C_117))
+    named = {problem.field for problem in error.value.problems}
+    assert {"layout", "model.heads", "model.kv_heads", "data.seq_len"} <= named  # world, heads, kv, seq
+    snapshot("c_117_every_rule", str(error.value))
+
+
+def test_a_job_with_something_of_everything_wrong(snapshot: Snapshot) -> None:
+    sets = (
+        "model.preset=lama3-8b",
+        "cluster.preset=h10",
+        "layout.dp_shard=2",
+        "layout.engine=fsdp2",
+        "layout.zero=1",
+        "layout.prefetch=3",
+        "layout.order=tp-pp",
+        "layout.schedule=gpipe",
+        "train.global_batch=25",
+        "train.micro_batch=3",
+        "optimizer.momentum=0.9",
+        "optimizer.warmup_steps=600",
+        "precision.params=fp32",
+        "precision.reduce=bf16",
+        "data.text_field=body",
+        "data.val_fraction=0",
+        "train.val_every=5",
+    )
+    snapshot("something_of_everything", "\n".join(map(str, problems(load("debug", sets)))))
+
+
+UNBUILT = {
+    "layout.pp": "2",
+    "layout.vpp": "2",
+    "layout.cp": "2",
+    "layout.tp": "2",
+    "layout.sequence_parallel": "true",
+    "layout.ep": "1",
+    "layout.etp": "1",
+    "layout.keep_gathered": "true",
+    "recompute.mode": "selective",
+    "recompute.segment": "2",
+    "precision.float8": "true",
+    "zeropp.qwz": "true",
+    "zeropp.hpz": "true",
+    "zeropp.qgz": "true",
+    "offload.optimizer": "cpu",
+    "offload.params": "nvme",
+    "offload.activations": "cpu",
+    "checkpoint.async": "true",
+    "train.compile": "true",
+}
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    assert set(UNBUILT) == {option.rstrip("_") for option, _, _ in unbuilt.TABLE}
+
+
+@pytest.mark.parametrize("option", sorted(UNBUILT))
+def test_what_is_not_built_is_refused(option: str) -> None:
+    if option in ("layout.ep", "layout.etp"):
+        sets = ["layout.dp_shard=2", f"{option}=2"]
+    else:
+        sets = [f"{option}={UNBUILT[option]}"]
+    refused = [problem for problem in problems(load("debug", sets)) if problem.field == option]
+    assert any("not built yet" in problem.rule for problem in refused), refused
+
+
+def test_full_recompute_is_built() -> None:
+    assert fields("recompute.mode=full") == []
+
+
+@pytest.mark.parametrize(
+    ("field", "sets"),
+    [
+        ("model.options", ["model.options.depth=3"]),
+        ("model.rope_theta", ["model.preset=debug-gpt", "model.rope_theta=5e5"]),
+        ("model.rope_scaling.beta_fast", [
+            "model.rope_scaling={kind='llama3', factor=8.0, original_max_positions=128, beta_fast=16.0}"]),
+        ("model.rope_scaling.low_freq_factor", [
+            "model.rope_scaling={kind='yarn', factor=8.0, original_max_positions=128, low_freq_factor=2.0}"]),
+        ("layout.schedule", ["layout.schedule=gpipe"]),
+        ("layout.context", ["layout.context=ulysses"]),
+        ("layout.cp_ulysses", ["layout.cp_ulysses=2"]),
+        ("layout.bucket_mb", ["layout.engine=fsdp2", "layout.bucket_mb=5"]),
+        ("layout.prefetch", ["layout.engine=fsdp2", "layout.prefetch=2"]),
+        ("layout.prefetch", ["layout.zero=0", "layout.prefetch=2"]),
+        ("optimizer.momentum", ["optimizer.momentum=0.5"]),
+        ("optimizer.betas", ["optimizer.name=sgd", "optimizer.betas=[0.9, 0.99]"]),
+        ("optimizer.eps", ["optimizer.name=sgd", "optimizer.eps=1e-6"]),
+        ("optimizer.muon_lr", ["optimizer.muon_lr=0.1"]),
+        ("optimizer.muon_momentum", ["optimizer.muon_momentum=0.5"]),
+        ("optimizer.decay_steps", ["optimizer.schedule=constant", "optimizer.decay_steps=2"]),
+        ("optimizer.min_lr_ratio", ["optimizer.schedule=constant", "optimizer.min_lr_ratio=0.5"]),
+        ("optimizer.decay_roles", ["optimizer.weight_decay=0", "optimizer.decay_roles=['norm']"]),
+        ("optimizer.weight_decay", ["optimizer.decay_roles=[]"]),
+        ("data.path", ["data.path=here", "data.sources=[{name='a', path='b'}]"]),
+        ("data.text_field", ["data.text_field=body"]),
+        ("data.prompt_field", ["data.prompt_field=question"]),
+        ("train.val_batches", ["data.val_fraction=0", "train.val_batches=3"]),
+        ("cluster.preset", ["cluster.file=pyproject.toml"]),
+    ],
+)  # fmt: skip
+def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) -> None:
+    assert field in fields(*sets)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["model.class=a.b:C", "model.options.depth=3"],
+        ["layout.zero=1", "layout.prefetch=2", "layout.bucket_mb=0"],
+        ["optimizer.name=sgd", "optimizer.momentum=0.5"],
+        ["optimizer.roles.matrix=muon", "optimizer.muon_lr=0.1", "optimizer.betas=[0.9, 0.99]"],
+        ["optimizer.name=muon", "optimizer.eps=1e-6"],
+        ["optimizer.clip_norm=1e-3"],
+        ["optimizer.clip_norm=none", "layout.engine=fsdp2"],
+        ["data.path=here", "data.text_field=body", "data.prompt_field=question"],
+        ["precision.params=bf16", "precision.reduce=bf16"],
+        ["precision.params=fp64", "precision.reduce=fp64"],
+        ["precision.reduce=fp32"],
+        ["layout.order=tp-cp-dp_shard-dp_replicate-pp", "layout.dp_replicate=2", "layout.dp_shard=3"],
+        ["cluster.devices_per_node=3", "cluster.nodes=2", "layout.dp_shard=6"],
+    ],
+)
+def test_legal_jobs_pass(sets: list[str]) -> None:
+    assert problems(load("debug", sets)) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "fix", "sets"),
+    [
+        ("train.global_batch", "global_batch = 24 or 32", ["train.global_batch=27", "layout.dp_shard=8"]),
+        ("train.global_batch", "micro_batch = 3 or 6", ["train.micro_batch=5", "layout.dp_shard=4"]),
+        ("model.kv_heads", "kv_heads = 2 or 4", ["model.kv_heads=3"]),
+        ("model.head_dim", "head_dim = 6 or 8", ["model.head_dim=7"]),
+        ("data.seq_len", "data.seq_len <= 512", ["data.seq_len=513"]),
+        ("model.class", "a colon", ["model.class=package.Name"]),
+        ("layout", "layout.dp_shard = 8", ["cluster.preset=h100"]),
+        ("layout", "cluster.devices_per_node = 1", ["cluster.preset=h100"]),
+        ("cluster.nodes", "nodes = 2 or 4", ["cluster.nodes=3", "layout.dp_shard=4"]),
+        ("layout.order", "pp-dp_replicate-dp_shard-cp-tp", ["layout.order=tp-tp-cp-pp-dp_shard"]),
+        ("layout.ep", "ep × etp = 2 or 4", ["layout.dp_shard=4", "layout.ep=3"]),
+        ("layout.zero", "zero = 3", ["layout.engine=fsdp2", "layout.zero=2"]),
+        ("precision.reduce", "fp64", ["precision.params=fp64", "precision.reduce=fp32"]),
+        ("precision.reduce", "fp32", ["precision.params=fp32", "precision.reduce=bf16"]),
+        ("precision.reduce", "fp32", ["precision.params=fp32", "precision.reduce=fp64"]),
+        ("precision.reduce", "fp32", ["precision.reduce=bf16"]),
+        ("optimizer.warmup_steps", "warmup_steps <= 4", ["optimizer.warmup_steps=5"]),
+        ("optimizer.decay_steps", "decay_steps <= 1", ["optimizer.warmup_steps=3", "optimizer.decay_steps=2"]),
+        ("optimizer.roles.norm", "adamw", ["optimizer.roles.norm=muon"]),
+        ("train.val_every", "val_fraction", ["data.val_fraction=0", "train.val_every=1"]),
+        ("data.sources", "rename", ["data.sources=[{name='a', path='b'}, {name='a', path='c'}]"]),
+        ("model.rope_scaling.low_freq_factor", "1 and 4", [
+            "model.rope_scaling={kind='llama3', factor=8.0, original_max_positions=128, low_freq_factor=4.0}"]),
+        ("layout.cp_ulysses", "cp_ulysses = 2 or 4", [
+            "layout.cp=4", "layout.context='ring+ulysses'", "layout.cp_ulysses=3"]),
+        ("layout.context", 'context = "ring"', ["layout.cp=16", "layout.context=ulysses"]),
+        ("model.mlp_width", "mlp_width = 160 or 176", ["layout.tp=16"]),
+        ("layout.pp", "pp × vpp <= 8", ["layout.pp=9"]),
+    ],
+)  # fmt: skip
+def test_each_rule_names_the_nearest_legal_values(field: str, fix: str, sets: list[str]) -> None:
+    found = [problem for problem in problems(load("debug", sets)) if problem.field == field]
+    assert any(fix in problem.fix for problem in found), found
+
+
+def test_c_113_warm_up_longer_than_the_job_is_refused() -> None:
+    assert fields("train.steps=3", "optimizer.warmup_steps=4") == ["optimizer.warmup_steps"]
+    assert fields("train.steps=3", "optimizer.warmup_steps=3", "optimizer.decay_steps=0") == []
