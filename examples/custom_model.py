@@ -1,10 +1,10 @@
 """A model of your own: no attention, each token mixes with the one before it by a learned gain per feature.
 
-It has what a custom model may have: torch's own layers (made tapped in place), a bare parameter (`gain`), a frozen table
-(no gradient, no optimizer state, no reduction) and its own list of units. The same class trains under any data layout:
+It has what a custom model may have: torch's own layers (made tapped in place), a bare parameter (`gain`), a frozen
+table (no gradient, no optimizer state, no reduction), its own list of units. It trains under any data layout:
 
     python examples/custom_model.py
-    heptad train debug --set model.class=examples.custom_model:TokenShift
+    python -m heptad train debug --set model.class=examples.custom_model:TokenShift
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Shift(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         y = self.norm(x)
-        earlier = F.pad(y, (0, 0, 1, 0))[:, :-1] * (batch.positions > 0).unsqueeze(
-            -1
-        )  # never across a document's start
+        inside = (batch.positions > 0).unsqueeze(-1)  # a document's first token has none before it
+        earlier = F.pad(y, (0, 0, 1, 0))[:, :-1] * inside
         return x + self.down(F.gelu(self.up(y + self.gain * earlier)))
 
 

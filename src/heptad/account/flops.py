@@ -3,8 +3,8 @@
 A token costs 6 FLOPs for each parameter that multiplies (2 forward, 4 backward) and its attention scores and values:
 6·layers·H·(d_qk + d_v)·L under "full", half of it under "causal" (the half that a causal mask leaves; L² / 2, the
 diagonal not counted extra). Packed documents attend within themselves: L² is then the sum of squared lengths (C-124).
-Norms, activations and the softmax are not counted; recompute never is, so MFU compares with the papers' and cannot pass 1
-under "causal". A token counts once, whatever cp, tp and pp do with it (C-123). Read next: `parameters.py`.
+Norms, activations and the softmax are not counted; recompute never is, so MFU compares with the papers' and cannot
+pass 1 under "causal". A token counts once, whatever cp, tp and pp do with it (C-123). Read next: `parameters.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def flops_per_token(section: ModelSection, seq_len: int, convention: Convention)
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_s: float) -> float:
-    """Model FLOPs utilisation: `flops` of a step over what `num_devices` could do in its time (Chowdhery et al. 2022)."""
+    """Model FLOPs utilisation: `flops` of a step over what `num_devices` could do in its time (arXiv 2204.02311)."""
     return flops / (seconds * num_devices * peak_flops_per_s)
 
 

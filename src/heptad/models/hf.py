@@ -58,7 +58,7 @@ class HfTensor:
 
 
 def names(section: ModelSection) -> dict[str, HfTensor]:
-    """Our name -> HuggingFace's, for a section in Llama's or Qwen3's form (rms norm, gated) or GPT-2's (layer, plain)."""
+    """Our name -> HuggingFace's, for a section in Llama's or Qwen3's form (rms, gated) or GPT-2's (layer, plain)."""
     section = complete(section)
     gpt2 = section.norm == "layer"
     assert section.mlp == ("plain" if gpt2 else "gated"), "no HuggingFace model of ours mixes these"
@@ -84,7 +84,7 @@ def _rows(module: str, section: ModelSection) -> tuple[int, int] | None:
 
 
 def from_hf(section: ModelSection, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our parameters out of a HuggingFace state dict (views where the layout allows). KeyError names a missing tensor."""
+    """Our parameters out of a HuggingFace state dict, views where the layout allows. KeyError names a missing one."""
     params = {}
     for name, place in names(section).items():
         tensor = state[place.name].t() if place.transposed else state[place.name]
