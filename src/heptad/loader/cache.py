@@ -38,30 +38,31 @@ def built(cache: Path, name: str, build: Callable[[Path], None]) -> Path:
     Raises ConfigError when the cache cannot be written; what `build` raises passes through and leaves nothing behind.
     """
     complete = cache / name / "complete"
-    if complete.is_dir():
-        return complete
     try:
-        complete.parent.mkdir(parents=True, exist_ok=True)
+        if not complete.is_dir():
+            complete.parent.mkdir(parents=True, exist_ok=True)
+            with _queue(complete.parent) as alone:
+                if not complete.is_dir():
+                    _build(complete, build, alone)
     except OSError as error:
         raise unwritable(str(cache), error) from error
-    with _queue(complete.parent) as alone:
-        if complete.is_dir():
-            return complete
-        if alone:
-            for left in complete.parent.glob(f"{_prefix()}*"):
-                shutil.rmtree(left, ignore_errors=True)
-        own = complete.parent / f"{_prefix()}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        try:
-            own.mkdir()
-            build(own)
-            _sync_folder(own)
-            _take_name(own, complete)
-            _sync_folder(complete.parent)
-        except OSError as error:
-            raise unwritable(str(cache), error) from error
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
     return complete
+
+
+def _build(complete: Path, build: Callable[[Path], None], alone: bool) -> None:
+    """Build beside `complete`, then take its name. `alone`: what other builders of this host left is dead."""
+    if alone:
+        for left in complete.parent.glob(f"{_prefix()}*"):
+            shutil.rmtree(left, ignore_errors=True)
+    own = complete.parent / f"{_prefix()}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    own.mkdir()
+    try:
+        build(own)
+        _sync_folder(own)
+        _take_name(own, complete)
+        _sync_folder(complete.parent)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def unwritable(path: str, error: Exception) -> ConfigError:

@@ -128,7 +128,7 @@ def _standard_library() -> list[CorpusFile]:
     """Source files of the interpreter's library, tests left out, by hash of their names: a cap takes a fair sample."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
-    for folder, below, names in os.walk(root):
+    for folder, below, names in _walk("data.path", root):
         below[:] = [name for name in below if name not in STDLIB_SKIPPED]
         found += [Path(folder) / name for name in names if name.endswith(".py")]
     if not found:
@@ -142,13 +142,13 @@ def _standard_library() -> list[CorpusFile]:
 def _listed(field: str, given: str) -> list[CorpusFile]:
     """The usable files at a path of the job, by name; a file given by itself is text unless its suffix says else."""
     root = Path(given).expanduser()
-    if root.is_file():
+    if os.path.isfile(root):  # unlike Path's, these say no where a folder above may not be entered
         return [_file(field, root, root.name)]
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise ConfigError.of(field, given, "the corpus is an existing file or folder", "correct the path")
     usable = TEXT_SUFFIXES | RECORD_SUFFIXES
     found = []
-    for folder, below, names in os.walk(root):
+    for folder, below, names in _walk(field, root):
         below[:] = [name for name in below if not name.startswith(".")]
         found += [Path(folder) / n for n in names if Path(n).suffix.lower() in usable and not n.startswith(".")]
     if not found:
@@ -159,6 +159,15 @@ def _listed(field: str, given: str) -> list[CorpusFile]:
         )
         raise ConfigError.of(field, given, "the folder holds text files, .jsonl or .parquet; it holds none", fix)
     return [_file(field, path, path.relative_to(root).as_posix()) for path in sorted(found)]
+
+
+def _walk(field: str, root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk that does not pass over a folder it may not read."""
+
+    def refuse(error: OSError) -> None:
+        raise _gone(field, Path(error.filename), error) from error
+
+    return os.walk(root, onerror=refuse)
 
 
 def _file(field: str, path: Path, name: str) -> CorpusFile:

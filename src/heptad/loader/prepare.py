@@ -25,7 +25,7 @@ from heptad.loader.store import StoreWriter, Tokens, read_manifest, sync, verify
 from heptad.loader.tokenise import (
     EOS,
     MIN_BPE_VOCAB,
-    TRAIN_BYTES,
+    TRAIN_CHARS,
     TextTokenizer,
     encoded,
     load_tokenizer,
@@ -121,7 +121,7 @@ def _trained_tokenizer(job: Job, found: tuple[Corpus, ...], cache: Path, say: Ca
     if vocab < MIN_BPE_VOCAB:
         rule = f"a byte-level tokenizer has at least {MIN_BPE_VOCAB} tokens: 256 bytes and {EOS}"
         raise ConfigError.of("model.vocab", vocab, rule, f"set it to {MIN_BPE_VOCAB} or more, or give data.tokenizer")
-    name = "tokenizer-" + _fingerprint(vocab, TRAIN_BYTES, [_inputs(corpus) for corpus in found])
+    name = "tokenizer-" + _fingerprint(vocab, TRAIN_CHARS, [_inputs(corpus) for corpus in found])
 
     def build(folder: Path) -> None:
         say(f"training a tokenizer of {vocab} tokens")

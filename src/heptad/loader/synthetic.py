@@ -31,7 +31,7 @@ def random_tokens(seed: int, num_samples: int, seq_len: int, vocab: int, few_tar
     random = np.random.Generator(np.random.Philox(key=seed))
     total = num_samples * seq_len + 1
     tokens = random.integers(0, vocab, total)
-    lengths = random.geometric(min(1.0, 2.5 / seq_len), total)
+    lengths = random.geometric(min(0.5, 2.5 / seq_len), total)
     ends = np.cumsum(lengths)
     ends = np.append(ends[ends < total], total)
     lengths = np.diff(ends, prepend=0)

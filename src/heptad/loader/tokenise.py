@@ -3,7 +3,7 @@
 A document becomes [what the tokenizer's template puts in front, usually BOS or nothing] + prompt + text + EOS. EOS is
 learned like any token, so a model can stop; it is added once, and a BOS that the text already begins with is not
 doubled (C-130). Prompt and text are encoded apart, so the loss mask falls between tokens.
-Costs: training reads at most `TRAIN_BYTES` of text, 8 MB take 2 to 3 s on two cores; encoding takes about as long.
+Costs: training reads at most `TRAIN_CHARS` of text, 2 to 3 s on two cores; encoding takes about as long.
 Read next: `corpus.py` (documents), `prepare.py` (who calls this), `store.py` (where ids go).
 """
 
@@ -28,9 +28,9 @@ BOS_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]")
 MIN_BPE_VOCAB = 257
 """256 bytes and `EOS`: the smallest byte-level vocabulary."""
 
-TRAIN_BYTES = 8_000_000
-BATCH_BYTES = 1 << 20
-MAX_ENCODE_CHARS = 1 << 22
+TRAIN_CHARS = 8_000_000
+BATCH_CHARS = 1 << 20
+PART_CHARS = 1 << 20
 """Longer texts are encoded in parts that end at a line end, to bound memory."""
 
 
@@ -51,7 +51,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that a model is to go on from: what the template puts in front, no end token."""
-        return self._joined(self._bodies([text])[0])
+        return [int(i) for i in self._joined(self._bodies([text])[0])]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""
@@ -62,24 +62,27 @@ class TextTokenizer:
         bodies = self._bodies([part for document in batch for part in (document.prompt, document.text)])
         found = []
         for document, prompt, text in zip(batch, bodies[::2], bodies[1::2], strict=True):
-            if text[-1:] != [self.eos]:
-                text = [*text, self.eos]
-            ids = self._joined([*prompt, *text])
-            found.append((np.asarray(ids, dtype=np.int64), len(ids) - len(text) if document.prompt else 0))
+            if not len(text) or text[-1] != self.eos:
+                text = np.append(text, self.eos)
+            ids = self._joined(np.concatenate([prompt, text]))
+            found.append((ids, len(ids) - len(text) if document.prompt else 0))
         return found
 
-    def _joined(self, body: list[int]) -> list[int]:
+    def _joined(self, body: Ints) -> Ints:
         front = self._front
-        if front and front[-1] == self.bos and body[:1] == [self.bos]:
+        if front and front[-1] == self.bos and len(body) and body[0] == self.bos:
             front = front[:-1]
-        return [*front, *body]
+        return np.concatenate([np.asarray(front, dtype=np.int64), body])
 
-    def _bodies(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts without any template."""
+    def _bodies(self, texts: Sequence[str]) -> list[Ints]:
+        """Ids of texts without any template; a few parts at a time, since the library keeps much beside the ids."""
         parts = [_parts(text) for text in texts]
-        flat = self._tokenizer.encode_batch_fast([p for of in parts for p in of], add_special_tokens=False)
-        ids = iter([list(encoding.ids) for encoding in flat])
-        return [[i for _ in of for i in next(ids)] for of in parts]
+        ids: list[Ints] = []
+        for group in _groups([part for of in parts for part in of]):
+            encodings = self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
+            ids += [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+        rest = iter(ids)
+        return [np.concatenate([next(rest) for _ in of]) for of in parts]
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
@@ -125,25 +128,25 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def training_texts(corpora: Sequence[Corpus]) -> Iterator[str]:
-    """Text to train a tokenizer on: the beginning of every source, `TRAIN_BYTES` in all."""
+    """Text to train a tokenizer on: the beginning of every source, `TRAIN_CHARS` in all."""
     for corpus in corpora:
-        left = TRAIN_BYTES // len(corpora)
+        left = TRAIN_CHARS // len(corpora)
         for document in documents(corpus, Counts()):
             for text in (document.prompt, document.text):
-                yield text
-                left -= len(text.encode())
-            if left <= 0:
+                yield text[:left]
+                left = max(0, left - len(text))
+            if left == 0:
                 break
 
 
 def encoded(tokenizer: TextTokenizer, found: Iterable[Document]) -> Iterator[tuple[Ints, int]]:
-    """Ids and prompt length of each document, encoded `BATCH_BYTES` at a time."""
+    """Ids and prompt length of each document, encoded `BATCH_CHARS` at a time."""
     batch: list[Document] = []
     size = 0
     for document in found:
         batch.append(document)
         size += len(document.text) + len(document.prompt)
-        if size >= BATCH_BYTES:
+        if size >= BATCH_CHARS:
             yield from tokenizer.encode_documents(batch)
             batch, size = [], 0
     yield from tokenizer.encode_documents(batch)
@@ -173,10 +176,24 @@ def _named_specials(path: Path) -> dict[str, str]:
 
 
 def _parts(text: str) -> list[str]:
-    """`text` in parts of at most MAX_ENCODE_CHARS, cut after a line end where there is one."""
+    """`text` in parts of at most PART_CHARS, cut after a line end where there is one."""
     parts = []
-    while len(text) > MAX_ENCODE_CHARS:
-        end = text.rfind("\n", 1, MAX_ENCODE_CHARS) + 1 or MAX_ENCODE_CHARS
+    while len(text) > PART_CHARS:
+        end = text.rfind("\n", 1, PART_CHARS) + 1 or PART_CHARS
         parts.append(text[:end])
         text = text[end:]
     return [*parts, text]
+
+
+def _groups(parts: Sequence[str]) -> Iterator[list[str]]:
+    """Consecutive parts, a few PART_CHARS together."""
+    group: list[str] = []
+    size = 0
+    for part in parts:
+        group.append(part)
+        size += len(part)
+        if size >= 4 * PART_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
