@@ -90,7 +90,7 @@ def test_train_passes_its_arguments_and_exit_code_on(
     stand_in(monkeypatch, "heptad.launch.local", train=run)
     assert heptad("train", "debug", "--json", "--ledger", "--set", "train.steps=3", "--set", "train.seed=5")[0] == code
     (job, flags), *others = calls
-    assert not others and flags == {"json": True, "ledger": True, "trace": False}
+    assert not others and flags == {"as_json": True, "ledger": True, "trace": False}
     assert (job.train.steps, job.train.seed, job.model.layers, job.model.head_dim) == (3, 5, 8, 8)
 
 

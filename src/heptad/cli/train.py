@@ -22,4 +22,4 @@ def train(
     resolved = ready(job, sets)
     from heptad.launch.local import train as run
 
-    raise typer.Exit(run(resolved, json=json, ledger=ledger, trace=trace))
+    raise typer.Exit(run(resolved, as_json=json, ledger=ledger, trace=trace))
