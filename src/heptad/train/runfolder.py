@@ -1,0 +1,77 @@
+"""The run folder: what a run leaves behind, and its name, which all ranks share.
+
+    runs/NAME/job.toml          the resolved job, with its name in it: training this file again resumes the run
+    runs/NAME/metrics.jsonl     one object a logged step (`metrics.py`)
+    runs/NAME/tb/               TensorBoard events
+    runs/NAME/checkpoints/      step directories (or [checkpoint] dir)
+    runs/NAME/loss.svg          the loss picture;  trace/  with --trace
+
+Rank 0 chooses the name (the time, unless [log] names the run), makes the folder, and tells the others. A name that is
+there already is the same run: resumed, or started again with its old metrics set aside. Read next: `loop.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from heptad.config.load import dump
+from heptad.config.schema import Job
+from heptad.mesh.collectives import Group, broadcast
+
+NAME_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`job` is the job with its name filled in; the same on every rank."""
+
+    path: Path
+    name: str
+    job: Job
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where step directories are: [checkpoint] dir, or inside the run folder."""
+        return Path(self.job.checkpoint.dir) if self.job.checkpoint.dir is not None else self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """metrics.jsonl."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def job_file(self) -> Path:
+        """job.toml."""
+        return self.path / "job.toml"
+
+
+def open_folder(job: Job, world: Group, device: torch.device) -> RunFolder:
+    """Agree on the name and make the folder on rank 0. Collective over `world`."""
+    name = _agreed(_free_name(job) if world.index == 0 else "", world, device)
+    named = job.model_copy(update={"log": job.log.model_copy(update={"name": name})})
+    folder = RunFolder(Path(job.log.dir) / name, name, named)
+    if world.index == 0:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.job_file.write_text(dump(named), encoding="utf-8")
+    return folder
+
+
+def _free_name(job: Job) -> str:
+    if job.log.name is not None:
+        return job.log.name
+    stem = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    return next(name for name in names if not (Path(job.log.dir) / name).exists())
+
+
+def _agreed(name: str, world: Group, device: torch.device) -> str:
+    """Rank 0's `name` on every rank."""
+    raw = name.encode().ljust(NAME_BYTES, b"\0")
+    assert len(raw) == NAME_BYTES, f"a run's name has at most {NAME_BYTES} bytes: {name!r}"
+    buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+    broadcast(buffer, 0, world, "setup").wait()
+    return bytes(buffer.cpu().numpy()).rstrip(b"\0").decode()

@@ -1,0 +1,69 @@
+"""A trainer's whole state to and from a checkpoint: weights, optimizer, loader, counts. Nothing else is state.
+
+Dropout, order of data and initial values are keyed and the learning rate is a function of the step, so there is no
+random state to keep. Tensors are named and cut by global offsets: any layout loads what another one saved. Read next:
+`checkpoint/save.py`, `checkpoint/read.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from heptad.checkpoint.read import Reader
+from heptad.checkpoint.save import save
+from heptad.loader.loader import Loader
+from heptad.mesh.collectives import Group, barrier
+from heptad.mesh.piece import Piece
+from heptad.train.runfolder import RunFolder
+from heptad.train.step import Trainer
+
+SAVE_TIMEOUT_S = 3600.0
+"""How long ranks wait for each other's disks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a run has done up to and with `step`."""
+
+    step: int = 0
+    tokens: int = 0
+    targets: int = 0
+
+
+def pieces_of(trainer: Trainer) -> list[Piece]:
+    """This rank's weights (masters, under the parameter's name) and optimizer state."""
+    weights = [shard.piece(shard.master) for shard in trainer.engine.shards]
+    return weights + trainer.optimizer.pieces()
+
+
+def save_state(trainer: Trainer, loader: Loader, folder: RunFolder, counts: Counts, world: Group) -> tuple[str, ...]:
+    """Write the checkpoint of `counts.step`. Collective over `world`. Returns rank 0's notes for the user."""
+    meta: dict[str, Any] = {
+        "optimizer": trainer.optimizer.meta(),
+        "loader": loader.state(counts.step),
+        "tokens": counts.tokens,
+        "targets": counts.targets,
+    }
+    saved = save(
+        folder.checkpoints,
+        counts.step,
+        pieces_of(trainer),
+        meta,
+        world.index,
+        world.size,
+        lambda: barrier(world, SAVE_TIMEOUT_S),
+        run=folder.name,
+        keep=folder.job.checkpoint.keep,
+    )
+    return () if saved is None else saved.notes
+
+
+def restore(trainer: Trainer, reader: Reader) -> Counts:
+    """Load weights and optimizer state of any layout's checkpoint; strict about names and shapes (CheckpointError)."""
+    pieces = pieces_of(trainer)
+    reader.check({piece.name: piece.shape for piece in pieces})
+    reader.load([shard.piece(shard.master) for shard in trainer.engine.shards])
+    trainer.optimizer.load(reader.fill, reader.meta["optimizer"])
+    trainer.engine.refresh()
+    return Counts(reader.step, int(reader.meta["tokens"]), int(reader.meta["targets"]))
