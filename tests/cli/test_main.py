@@ -94,6 +94,14 @@ def test_train_passes_its_arguments_and_exit_code_on(
     assert (job.train.steps, job.train.seed, job.model.layers, job.model.head_dim) == (3, 5, 8, 8)
 
 
+def test_a_corpus_that_is_not_there_is_a_bad_job_before_a_rank_starts(
+    heptad: Heptad, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "heptad.launch.local", train=lambda *args, **flags: pytest.fail("started"))
+    code, out, err = heptad("train", "debug", "--set", f"data.path={tmp_path / 'nowhere'}")
+    assert code == 2 and out == "" and "data.path" in err
+
+
 def test_verify_passes_its_arguments_and_exit_code_on(heptad: Heptad, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 

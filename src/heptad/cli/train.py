@@ -20,6 +20,9 @@ def train(
 ) -> None:
     """Train a job. Starts its local ranks itself; under torchrun it is one rank."""
     resolved = ready(job, sets)
+    from heptad.loader.corpus import corpora
+
+    corpora(resolved.data)  # a path without text is a bad job too, and is named before a rank starts
     from heptad.launch.local import train as run
 
     raise typer.Exit(run(resolved, as_json=json, ledger=ledger, trace=trace))

@@ -20,6 +20,7 @@ from heptad.account.flops import flops_per_token
 from heptad.checkpoint.find import resume
 from heptad.checkpoint.read import Reader
 from heptad.cluster.catalog import cluster
+from heptad.config.describe import summary
 from heptad.config.schema import Job
 from heptad.launch.failure import Diary
 from heptad.loader.loader import Loader
@@ -29,6 +30,7 @@ from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.models.batch import Batch
 from heptad.models.build import Model
+from heptad.models.resolve import derived
 from heptad.optim.schedule import past_end
 from heptad.precision.dtypes import dtypes_of
 from heptad.report.loss import loss_svg
@@ -42,6 +44,7 @@ from heptad.train.state import Counts, restore, save_state
 from heptad.train.step import StepResult, Trainer
 from heptad.train.stop import StopRequest
 from heptad.train.tracing import write_trace
+from heptad.train.traffic import step_traffic
 
 PREPARE_TIMEOUT_S = 7200.0
 PROMPT_TOKENS = 16
@@ -74,7 +77,7 @@ def run(
         state = None if found.reader is None else found.reader.meta["loader"]
         loader = Loader(job, layout.data_rank(rank), layout.data_ranks, tokens, state)
         notes = (*found.notes, *loader.progress.notes) if found.reader is not None else found.notes[1:]
-        for note in notes:
+        for note in (*notes, summary(job, derived(job))):
             shown.say(note)
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
         loop.diary = diary or Diary()
@@ -123,6 +126,7 @@ class _Loop:
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
         self.transfers: tuple[Transfer, ...] = ()
+        self.predicted: tuple[Transfer, ...] | None = None
 
     def run(self) -> Outcome:
         """All steps that remain."""
@@ -149,6 +153,8 @@ class _Loop:
         self.meter.add(result.num_tokens, result.num_targets, time.perf_counter() - begin_s)
         if self.ledger and chosen:
             self.transfers = tuple(self.trainer.mesh.ledger.transfers())
+            formulas = step_traffic(self.trainer)
+            self.predicted = None if formulas is None else tuple(formulas)
         if events is not None:
             write_trace(self.folder.path / "trace", events, step, self.world)
         self.counts = Counts(step, self.meter.tokens, self.meter.targets)
@@ -227,6 +233,7 @@ class _Loop:
             stopped=stopped,
             resume_with=_how_to_resume(self.folder, self.saved_step) if stopped else None,
             transfers=self.transfers,
+            predicted=self.predicted,
         )
 
     def _sample(self) -> str:
