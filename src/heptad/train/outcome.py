@@ -13,7 +13,8 @@ class Outcome:
     """Losses are means over targets in nats, None where nothing was evaluated or trained; `steps`: the last one done.
 
     tokens_per_s: tokens of the global batches over the time inside steps, the first step of this start left out.
-    transfers: what one step sent (`ledger`), else empty. resume_with: how to go on after a stop, else None.
+    transfers, predicted: what one step sent and what the formulas say (with `ledger`; None for an engine without any).
+    resume_with: how to go on after a stop, else None.
     """
 
     run_dir: str
@@ -28,6 +29,7 @@ class Outcome:
     stopped: bool
     resume_with: str | None
     transfers: tuple[Transfer, ...] = ()
+    predicted: tuple[Transfer, ...] | None = None
 
     def json(self) -> str:
         """One object on one line."""

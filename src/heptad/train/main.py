@@ -1,0 +1,38 @@
+"""One rank of `heptad train`, whoever started it: device, process group, loop, and what rank 0 prints.
+
+stdout gets the result only: text for a person, or nothing here when the launcher prints JSON. Read next: `loop.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from heptad.config.schema import Job
+from heptad.launch.ranks import RankInfo, device_of, process_group
+from heptad.report.ledger import traffic_table
+from heptad.train.loop import run
+
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+def run_rank(job: Job, info: RankInfo, as_json: bool, ledger: bool, trace: bool) -> dict[str, Any]:
+    """Train `job` (resolved) as this rank; returns the object that `--json` prints, on every rank.
+
+    Raises KeyboardInterrupt after a clean stop, so that the launcher says how far the job came.
+    """
+    device = device_of(info, "cpu" if job.cluster.preset == "cpu" or not torch.cuda.is_available() else "cuda")
+    with process_group(info, device, COLLECTIVE_TIMEOUT_S):
+        outcome = run(job, info.rank, device, trace=trace, ledger=ledger, diary=info.diary)
+    if info.rank == 0:
+        out = sys.stderr if as_json else sys.stdout
+        print(outcome.text(), file=out)
+        if ledger:
+            print(traffic_table(outcome.predicted, outcome.transfers), file=out)
+        out.flush()
+    if outcome.stopped:
+        raise KeyboardInterrupt
+    return dict(json.loads(outcome.json()))
