@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.helpers import GPT, LLAMA, QWEN, packed, value
+from tests.models.helpers import GPT, LLAMA, QWEN, packed, split_backward, value
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heptad.config.schema import ModelSection
 from heptad.models.attention import core_attention
@@ -142,3 +143,13 @@ def test_plain_silu_and_exact_gelu_are_chosen() -> None:
         for kind in ("silu", "gelu", "gelu_tanh")
     ]
     assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_the_split_step_runs_on_fake_tensors(mixed: bool) -> None:
+    with FakeTensorMode():
+        model = Decoder(GPT.model_copy(update={"dropout": 0.1, "attention_dropout": 0.1}), device="cpu")
+        row = torch.zeros(2, 16, dtype=torch.int64)
+        units = model.unit_list()
+        loss, sink = split_backward(units, Batch(row, row, row, row, row, 0, mixed=mixed), [[] for _ in units])
+        assert loss.shape == () and len(sink.grads) == len(list(model.parameters()))

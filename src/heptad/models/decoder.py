@@ -165,7 +165,6 @@ class Decoder(nn.Module):
             names = [f"blocks.{i}" for i in range(section.layers)]
             self.blocks = nn.ModuleList(Block(section, rotary, seed, name) for name in names)
             self.head = Head(section)
-        self.to(dtype)
         if section.tied:
             self.head.out.weight = self.embed.tokens.weight
         trainable = {item.name: item.trainable for item in self.param_specs()}

@@ -190,6 +190,8 @@ class LayerNorm(nn.LayerNorm):
     Ba et al., arXiv 1607.06450.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None  # type: ignore[assignment]
     tape: Tape | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,9 +214,12 @@ class LayerNorm(nn.LayerNorm):
     def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
         """weight += Σ dy · (x - mean) / std, bias += Σ dy over the leading dims."""
         x, mean, inverse = saved
-        rows = _at_least_fp32(dy).reshape(-1, x.shape[-1])
-        if trainable(self.weight):
-            product = (_at_least_fp32(x) - mean).mul_(inverse).reshape(rows.shape).mul_(rows)
-            sink.add(self.weight, product.sum(0))
-        if trainable(self.bias):
-            sink.add(self.bias, rows.sum(0))
+        wide, grad = _at_least_fp32(x), _at_least_fp32(dy).contiguous()
+        mask = [False, trainable(self.weight), trainable(self.bias)]
+        # the kernel asks for a weight and reads only its shape here: the real one may be dropped by now
+        blank = wide.new_empty(x.shape[-1:])
+        kernel = torch.ops.aten.native_layer_norm_backward
+        grads = kernel(grad, wide, list(x.shape[-1:]), mean, inverse, blank, blank, mask)
+        for param, total in ((self.weight, grads[1]), (self.bias, grads[2])):
+            if param is not None and param.requires_grad:
+                sink.add(param, total)

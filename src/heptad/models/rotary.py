@@ -70,14 +70,17 @@ class Rotary:
         self._last: tuple[Tensor, torch.dtype, Tensor, Tensor] | None = None
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [B, L] -> cos, sin [B, L, 1, d/2], fp64 for fp64 and fp32 for all else."""
+        """positions [B, L] -> cos, signed sin [B, L, 1, d], fp64 for fp64 and fp32 for all else.
+
+        Both halves are spelt out and the sine of the first is negative, so a rotation is two whole-width products.
+        """
         wide = dtype if dtype == torch.float64 else torch.float32
         # identity, not equality: a batch is never changed in place, and the kept reference rules out a reused address
         if self._last is None or self._last[0] is not positions or self._last[1] != wide:
             steps = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
             angles = positions.to(torch.float64)[..., None, None] * steps
             cos, sin = angles.cos() * self.amplitude, angles.sin() * self.amplitude
-            self._last = (positions, wide, cos.to(wide), sin.to(wide))
+            self._last = (positions, wide, torch.cat([cos, cos], -1).to(wide), torch.cat([-sin, sin], -1).to(wide))
         return self._last[2], self._last[3]
 
 
@@ -96,15 +99,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=right).addcmul_(first, sin, value=sign)
-    return out.to(x.dtype)
+    wide = x.to(cos.dtype)
+    swapped = wide.roll(x.shape[-1] // 2, -1)  # (second half, first half)
+    swapped = swapped.mul_(sin if sign > 0 else -sin)
+    return swapped.addcmul_(wide, cos).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, L, H, d] with cos, sin [B, L, 1, d/2]; in cos's dtype, returned in x's."""
+    """x [B, L, H, d] with cos and signed sin [B, L, 1, d] from `Rotary.table`; in their dtype, returned in x's."""
     out: Tensor = _Rotate.apply(x, cos, sin)
     return out
