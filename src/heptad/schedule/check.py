@@ -1,7 +1,7 @@
 """Proof of one rank's program, before it runs: every rule the executor relies on, or a ScheduleError with the place.
 
 Proven: each compute action once and after what it depends on; a bucket gathered (and waited for) at each use and dropped
-once per gather; each gradient reduced after its last write and exactly once; every start has its wait; never more than
+once a gather; each gradient reduced after its last write and exactly once; every start has its wait; never more than
 `max_gathered` buckets with full parameters; the update last; and, over ranks, one order of collectives per group
 (on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
 """
@@ -132,5 +132,7 @@ class _State:
                     wanted = [{Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}]
                 if not any(need <= ran & COMPUTE for need in wanted):
                     raise ScheduleError(self.program, len(self.program) - 1, f"unit {index} is incomplete on {microbatch}")
+        if self.full:
+            raise ScheduleError(self.program, len(self.program) - 1, f"buckets {sorted(self.full)} are never dropped")
         if self.pending:
             raise ScheduleError(self.program, max(self.pending.values()), "started and never waited for")

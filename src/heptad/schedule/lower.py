@@ -36,6 +36,7 @@ class DataRule:
 
 
 _Slots = dict[int, list[Action]]
+_REDUCTIONS = {Kind.REDUCE, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.WAIT_ALL_REDUCE}
 _ORDER_AFTER = [Kind.DROP, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.REDUCE]
 """Free memory first, then start what needs some."""
 
@@ -140,5 +141,5 @@ def phases(program: Program) -> tuple[str, ...]:
         if action.kind in (Kind.GATHER, Kind.WAIT_GATHER):
             found.append(serves[action.index])
         else:
-            found.append("update" if action.kind is Kind.UPDATE else "backward" if action.kind not in COMPUTE else following)
+            found.append("backward" if action.kind in _REDUCTIONS else following)
     return tuple(reversed(found))

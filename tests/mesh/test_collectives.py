@@ -1,0 +1,137 @@
+"""Every collective's result, its ledger entry, the order of sums, and what happens when ranks disagree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from heptad.config.schema import LayoutSection
+from heptad.launch.forked import RankFailed, forked
+from heptad.mesh import collectives
+from heptad.mesh.collectives import Group
+from heptad.mesh.device import Mesh
+from heptad.mesh.layout import Layout
+from heptad.units import sent_bytes
+
+AXIS = ("dp_shard",)
+
+
+def group_of(rank: int, num_ranks: int) -> Group:
+    return Mesh(Layout.of(LayoutSection(dp_shard=num_ranks)), rank, [AXIS], torch.device("cpu")).group(*AXIS)
+
+
+def every_collective(rank: int, num_ranks: int, length: int) -> list[tuple[str, int]]:
+    group = group_of(rank, num_ranks)
+    mine = torch.arange(length, dtype=torch.float64) + 1000 * rank
+    everyone = torch.stack([torch.arange(length, dtype=torch.float64) + 1000 * r for r in range(num_ranks)])
+
+    full = torch.empty(num_ranks * length, dtype=torch.float64)
+    work = collectives.all_gather(full, mine, group, "test")
+    work.wait()
+    work.wait_sent()
+    assert torch.equal(full.view(num_ranks, -1), everyone)
+
+    in_place = torch.zeros_like(full)
+    own = in_place.view(num_ranks, -1)[rank]
+    own.copy_(mine)
+    collectives.all_gather(in_place, own, group, "test").wait()
+    assert torch.equal(in_place, full)
+
+    shard = torch.ones(length, dtype=torch.float64)
+    for accumulate, start in ((False, 0.0), (True, 1.0)):
+        shard.fill_(1.0)
+        work = collectives.reduce_scatter(shard, full.clone() * (rank + 1), group, "test", accumulate)
+        work.wait()
+        work.wait_sent()
+        assert torch.equal(shard, everyone[rank] * sum(range(1, num_ranks + 1)) + start)
+
+    for op, want in (("sum", everyone.sum(0)), ("max", everyone.max(0).values), ("min", everyone.min(0).values)):
+        tensor = mine.clone()
+        collectives.all_reduce(tensor, group, "test", op).wait()  # type: ignore[arg-type]
+        assert torch.equal(tensor, want)
+
+    tensor = mine.clone()
+    collectives.broadcast(tensor, num_ranks - 1, group, "test").wait()
+    assert torch.equal(tensor, everyone[-1])
+
+    out = torch.empty_like(full)
+    collectives.all_to_all(out, full * (rank + 1), group, "test").wait()
+    assert torch.equal(out.view(num_ranks, -1), torch.stack([everyone[rank] * (r + 1) for r in range(num_ranks)]))
+
+    if num_ranks > 1:
+        received = torch.empty(length, dtype=torch.float64)
+        get = collectives.recv(received, (rank - 1) % num_ranks, group, tag=7)
+        put = collectives.send(mine, (rank + 1) % num_ranks, group, "test", tag=7)
+        get.wait()
+        put.wait_sent()
+        assert torch.equal(received, everyone[(rank - 1) % num_ranks])
+    collectives.barrier(group, timeout_s=10)
+    return [(transfer.op, transfer.num_bytes) for transfer in group.ledger.transfers()]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_results_and_ledger(num_ranks: int) -> None:
+    length = 13
+    shard, full = 8 * length, 8 * length * num_ranks
+    times = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 3, "broadcast": 1, "all_to_all": 1, "send": 1}
+    sizes = {"all_reduce": shard, "broadcast": shard, "send": shard}
+    want = [(op, times[op] * sent_bytes(op, sizes.get(op, full), num_ranks)) for op in sorted(times)]
+    for counted in forked(num_ranks, every_collective, num_ranks, length):
+        assert counted == (want if num_ranks > 1 else [])
+
+
+def sum_of_ones(rank: int, num_ranks: int, dtype: torch.dtype) -> float:
+    group = group_of(rank, num_ranks)
+    shard = torch.zeros(1, dtype=torch.float32)
+    work = collectives.reduce_scatter(shard, torch.full((num_ranks,), 256.0 if rank == 0 else 1.0, dtype=dtype), group, "t")
+    work.wait()
+    work.wait_sent()
+    return shard.item()
+
+
+def test_c_045_sixteen_bit_transport_is_summed_in_fp32() -> None:
+    """A running bf16 sum of 256 and ones stays at 256; ours has every one of them."""
+    assert torch.tensor(256.0, dtype=torch.bfloat16) + 1 == 256
+    assert forked(4, sum_of_ones, 4, torch.bfloat16) == [259.0] * 4
+
+
+def another_order(rank: int) -> None:
+    group = group_of(rank, 2)
+    a, b = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    full = torch.empty(4)
+    if rank == 0:
+        collectives.all_gather(full, a, group, "t").wait()
+    else:
+        group.tag()  # this rank believes one collective is already over
+        collectives.all_gather(full, b, group, "t").wait()
+
+
+def test_ranks_that_disagree_on_the_order_time_out_instead_of_mixing_values() -> None:
+    with pytest.raises(RankFailed, match=r"(?i)timed? ?out|still running"):
+        forked(2, another_order, timeout_s=2.0)
+
+
+def group_count(rank: int) -> int:
+    import torch.distributed as dist
+
+    before = len(dist.distributed_c10d._world.pg_map)
+    axes = [AXIS, ("dp_replicate",), ("dp_replicate", "dp_shard"), ("dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp")]
+    Mesh(Layout.of(LayoutSection(dp_replicate=2, dp_shard=2)), rank, axes, torch.device("cpu"))
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_groups_are_made_once_a_set_of_ranks() -> None:
+    """Two shard groups, two replica groups and the whole; a rank is a member of three of them."""
+    assert forked(4, group_count) == [3] * 4
+
+
+def exits(rank: int, how: str) -> None:
+    if rank == 1:
+        raise ValueError("the first error") if how == "raise" else SystemExit(3)
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_failing_rank_ends_all_and_is_named(how: str) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 failed:\n(.|\n)*(the first error|SystemExit)"):
+        forked(3, exits, how, timeout_s=20)
