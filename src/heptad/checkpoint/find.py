@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from heptad.checkpoint.form import COMMIT, CheckpointError, leftover_of, ordinal_of, read_commit
+from heptad.checkpoint.form import COMMIT, CheckpointError, check_run, leftover_of, ordinal_of, read_commit
 from heptad.checkpoint.read import Reader
 from heptad.errors import Problem
 
@@ -79,6 +79,7 @@ def resume(root: Path | str, run: str, mode: Literal["auto", "must", "never"]) -
     there is none. Raises CheckpointError when a checkpoint is there but cannot be read: a run never starts afresh by
     accident.
     """
+    check_run(run)
     root = Path(root)
     if mode == "never":
         return Resume(None, ('fresh start: checkpoint.resume = "never"',))
