@@ -60,9 +60,14 @@ class Tape:
 def write_weight_grads(tape: Tape, dys: list[Tensor | None], sink: GradSink) -> None:
     """W of one unit: every tap writes into `sink`, last module first (as a backward would).
 
-    `dys` are the probes' gradients in the tape's order; None (the output was not used) adds nothing.
+    `dys` are the probes' gradients in the tape's order; None (the output was not used) adds nothing. Both lists are
+    emptied on the way, so that what a tap kept is freed as soon as it is used.
     """
+    assert len(dys) == len(tape.taps)
     with torch.no_grad():
-        for (module, saved, _), dy in zip(reversed(tape.taps), reversed(dys), strict=True):
+        while dys:
+            module, saved, _ = tape.taps.pop()
+            dy = dys.pop()
             if dy is not None:
                 module.write_weight_grads(saved, dy, sink)
+            del saved, dy
