@@ -81,6 +81,8 @@ def run(
             shown.say(note)
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
         loop.diary = diary or Diary()
+        if found.reader is not None:
+            loop.diary.saved(f"step {found.reader.step} in {folder.checkpoints}")
         loop.trace, loop.ledger = trace, ledger
         return loop.run()
 
@@ -239,6 +241,9 @@ class _Loop:
     def _sample(self) -> str:
         """Text that goes on from the beginning of a validation sample (of a training one without validation)."""
         if self.job.train.sample_tokens == 0:
+            return ""
+        if not self.trainer.gives_logits:
+            self.display.say("no sample: the model's last unit has no logits(x)")
             return ""
         batches: Sequence[Batch] = self.validation or self.loader.step(max(self.counts.step - 1, self.start))
         prompt = batches[0].ids[0, :PROMPT_TOKENS].tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def choose(scores: Tensor, temperature: float, seed: int, place: int) -> int:
     """Index into `scores` [V]: the largest, after adding keyed Gumbel noise when temperature > 0."""
     scores = scores.detach().cpu()
     if temperature > 0:
-        key = torch.Generator().manual_seed((seed << 32) + place)
-        uniform = torch.rand(scores.shape, generator=key, dtype=torch.float64).clamp_(min=1e-300)
+        keyed = np.random.Generator(np.random.Philox(key=(seed << 64) + place))  # torch's CPU seed keeps 32 bits
+        uniform = torch.from_numpy(keyed.random(scores.shape[0])).clamp_(min=1e-300)
         scores = scores.double() / temperature - (-uniform.log()).log()
     return int(scores.argmax())
