@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.models.helpers import packed, plain_backward, split_backward, worst
 from torch import nn
 
 from heptad.config.schema import Job, ModelSection
 from heptad.errors import ConfigError
 from heptad.models import layers
+from heptad.models.batch import Batch
 from heptad.models.build import build, loose_params, specs_of, tap_linears, tapped_modules, wrap
+from heptad.models.decoder import loss_sum
 
 EXAMPLE = ModelSection(class_="examples.custom_model:TokenShift", layers=3, width=13, mlp_width=29, vocab=53)
 
@@ -36,8 +39,7 @@ def test_layers_are_tapped_in_place_and_variants_are_not() -> None:
     kinds = [layers.Linear, layers.Embedding, layers.LayerNorm, layers.LayerNorm, layers.RMSNorm]
     assert [type(child) for child in plain] == kinds and len(tapped_modules(plain)) == 5
     assert all(param is before[key] for key, param in plain.named_parameters())
-    assert tapped_modules(special) == [] and loose_params(plain) == []
-    assert {id(p) for p in loose_params(special)} == {id(p) for p in special.parameters()}
+    assert tapped_modules(special) == []
 
 
 def test_the_example_is_a_model_like_any_other() -> None:
@@ -45,19 +47,12 @@ def test_the_example_is_a_model_like_any_other() -> None:
     assert [item.name for item in model.specs] == [key for key, _ in model.module.named_parameters()]
     assert {item.name for item in model.specs if not item.trainable} == {"tables.places.weight"}
     assert [unit.name for unit in model.unit_specs] == ["tables", "shifts.0", "shifts.1", "shifts.2", "predict"]
-    assert model.unit_specs[0].backward_reads == ()
-    assert set(model.unit_specs[1].backward_reads) == {
-        "shifts.0.gain",
-        "shifts.0.norm.weight",
-        "shifts.0.up.weight",
-        "shifts.0.down.weight",
-    }
+    assert all(unit.backward_reads == unit.params and not unit.borrowed for unit in model.unit_specs)
     roles = {item.name: item.role for item in model.specs}
     assert roles["tables.tokens.weight"] == "embedding" and roles["shifts.0.norm.weight"] == "norm"
     assert roles["shifts.0.up.weight"] == "matrix" and roles["shifts.0.up.bias"] == "bias"
     model.materialise(4, torch.device("cpu"), torch.float64)
     loose = [loose_params(unit) for unit in model.units]
-    assert [len(params) for params in loose] == [0, 1, 1, 1, 0]
     batch = packed([[9, 4]])
     expected = plain_backward(model.module, model.loss(batch))
     _, sink = split_backward(model.units, batch, loose)
@@ -89,10 +84,49 @@ def test_shared_modules_are_owned_once() -> None:
     specs = {unit.name: unit for unit in model.unit_specs}
     assert list(specs) == ["first", "middle", "middle#2", "last"]
     assert specs["middle"].params == ("middle.weight", "middle.bias") == specs["middle#2"].borrowed
-    assert specs["last"].borrowed == ("first.weight",) == specs["last"].backward_reads
-    assert specs["first"].backward_reads == () and specs["middle#2"].params == ()
+    assert specs["last"].borrowed == ("first.weight",) and specs["last"].params == ("last.bias",)
+    assert specs["middle#2"].params == ()
     model.materialise(0, torch.device("cpu"), torch.float32)
     assert model.module.last.weight is model.module.first.weight is model.params["first.weight"]
+
+
+class TiedByHand(nn.Module):
+    """The usual way to tie: the head holds the embedding and multiplies by its weight, without calling it."""
+
+    class Head(nn.Module):
+        def __init__(self, tokens: nn.Embedding) -> None:
+            super().__init__()
+            self.tokens = tokens
+
+        def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+            return loss_sum(F.linear(x, self.tokens.weight), batch.labels)
+
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(53, 7)
+
+        def forward(self, x: None, batch: Batch) -> torch.Tensor:
+            return torch.tanh(self.tokens(batch.ids))
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.start = TiedByHand.Start()
+        self.head = TiedByHand.Head(self.start.tokens)
+
+    def units(self) -> list[nn.Module]:
+        return [self.start, self.head]
+
+
+def test_a_weight_used_by_hand_loses_no_gradient() -> None:
+    with torch.device("meta"):
+        model = wrap(TiedByHand(ModelSection()), ModelSection())
+    assert model.unit_specs[1].borrowed == ("start.tokens.weight",) == model.unit_specs[1].backward_reads
+    model.materialise(4, torch.device("cpu"), torch.float64)
+    batch = packed([[9, 4]])
+    expected = plain_backward(model.module, model.loss(batch))
+    _, sink = split_backward(model.units, batch, [loose_params(unit) for unit in model.units])
+    assert worst({"start.tokens.weight": sink.grads[model.params["start.tokens.weight"]]}, expected) < 1e-12
 
 
 class Buffered(Shared):

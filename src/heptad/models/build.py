@@ -5,9 +5,12 @@ their values. A custom class is called with the `ModelSection` and has `units() 
 with (None, batch), the last returns the sum of token losses, those between map x to x) and, if the derived ones do not
 fit, `param_specs()` and `unit_specs()`. A module may be listed twice: its parameters are shared.
 
-Its nn.Linear, nn.Embedding, nn.LayerNorm and nn.RMSNorm become tapped ones in place; they must be *called* (a weight
-used by hand, as in `F.linear(x, self.table.weight)`, has to be registered where it is used). Any other parameter is
-loose: its gradient finishes in I. Read next: `taps.py`, `layers.py`, `decoder.py`, `examples/custom_model.py`.
+Its nn.Linear, nn.Embedding, nn.LayerNorm and nn.RMSNorm become tapped ones in place. Any other parameter is loose: its
+gradient finishes in I. So does that of a weight used by hand, as in `F.linear(x, self.table.weight)`: what a unit does
+with its weights cannot be known, so autograd is asked for all of them, and its backward is said to read all of them
+(`unit_specs()` can say less). A weight must be registered in each unit that uses it.
+
+Read next: `taps.py`, `layers.py`, `decoder.py`, `examples/custom_model.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from heptad.config.schema import Job, ModelSection
 from heptad.errors import ConfigError
 from heptad.models import init, spec
 from heptad.models.batch import Batch
-from heptad.models.decoder import Decoder
+from heptad.models.decoder import Block, Decoder, Embed, Head
 from heptad.models.layers import Embedding, LayerNorm, Linear, RMSNorm
 from heptad.models.spec import Init, ParamSpec, UnitSpec
 
@@ -64,8 +67,7 @@ class Model:
 def build(job: Job) -> Model:
     """The job's model on the meta device. Raises ConfigError for a class that cannot be used."""
     if job.model.class_ is None:
-        decoder = Decoder(job.model, job.train.seed)
-        return Model(decoder, decoder.unit_list(), decoder.param_specs(), decoder.unit_specs())
+        return wrap(Decoder(job.model, job.train.seed), job.model)
     with torch.device("meta"):
         module = _load(job.model.class_)(job.model)
     return wrap(module, job.model)
@@ -149,12 +151,14 @@ def tapped_modules(unit: nn.Module) -> list[TappedModule]:
 
 
 def loose_params(unit: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters of `unit` that no tapped module owns there: their gradients come out of I, each once."""
-    loose = {}
-    for module in unit.modules():
-        if not isinstance(module, TAPPED):
-            loose.update({id(param): param for param in module.parameters(recurse=False) if param.requires_grad})
-    return list(loose.values())
+    """Trainable parameters whose gradients autograd must be asked for in I, each once; unused ones give None.
+
+    None of the decoder's: its weights are only used through taps. All of a custom unit's (see the module's docstring):
+    one that is only used through taps has no path to its leaf, so asking costs nothing and never counts twice.
+    """
+    if isinstance(unit, Embed | Block | Head):
+        return []
+    return [param for param in unit.parameters() if param.requires_grad]
 
 
 def specs_of(module: nn.Module, std: float = 0.02) -> tuple[ParamSpec, ...]:
@@ -184,7 +188,10 @@ def _spec(name: str, param: nn.Parameter, owner: nn.Module, std: float) -> Param
 
 
 def unit_specs_of(module: nn.Module, units: list[nn.Module]) -> tuple[UnitSpec, ...]:
-    """UnitSpecs of a custom module: the first unit that holds a parameter owns it, later ones borrow it."""
+    """UnitSpecs of a custom module: the first unit that holds a parameter owns it, later ones borrow it.
+
+    Its backward reads all it holds (see the module's docstring).
+    """
     param_names = {id(param): name for name, param in module.named_parameters()}
     module_names = {id(child): name for name, child in module.named_modules()}
     seen: dict[str, int] = {}
@@ -197,24 +204,5 @@ def unit_specs_of(module: nn.Module, units: list[nn.Module]) -> tuple[UnitSpec, 
         here = tuple(dict.fromkeys(param_names[id(param)] for param in unit.parameters()))
         params, borrowed = tuple(n for n in here if n not in owned), tuple(n for n in here if n in owned)
         owned.update(here)
-        unread = {id(param) for param in _unread(unit)} - {id(param) for param in _read(unit)}
-        reads = tuple(n for n in here if id(module.get_parameter(n)) not in unread)
-        result.append(UnitSpec(label, "custom", ("forward",), params, borrowed, reads))
+        result.append(UnitSpec(label, "custom", ("forward",), params, borrowed, here))
     return tuple(result)
-
-
-def _unread(unit: nn.Module) -> list[nn.Parameter]:
-    """Parameters the input gradient does not need: tables and biases of tapped modules."""
-    params = [child.weight if isinstance(child, Embedding) else _bias(child) for child in tapped_modules(unit)]
-    return [param for param in params if param is not None]
-
-
-def _read(unit: nn.Module) -> list[nn.Parameter]:
-    """Parameters the input gradient needs: weights of tapped linears and norms, and whatever is loose."""
-    read: list[nn.Parameter] = [child.weight for child in tapped_modules(unit) if not isinstance(child, Embedding)]
-    others = [child for child in unit.modules() if not isinstance(child, TAPPED)]
-    return read + [param for child in others for param in child.parameters(recurse=False)]
-
-
-def _bias(module: TappedModule) -> nn.Parameter | None:
-    return getattr(module, "bias", None)
