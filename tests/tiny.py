@@ -26,7 +26,9 @@ def tiny_job(model: dict[str, Any] | None = None, global_batch: int = 8, recompu
             "layout": {"bucket_mb": 0.0, **layout},
             "precision": {"params": "fp64"},
             "recompute": {"mode": recompute},
-            "optimizer": {"name": "sgd", "lr": LEARNING_RATE, "clip_norm": None, "weight_decay": 0.0, "schedule": "constant"},
+            "optimizer": {
+                "name": "sgd", "lr": LEARNING_RATE, "clip_norm": None, "weight_decay": 0.0, "schedule": "constant",
+            },
             "data": {"seq_len": 11},
             "train": {"global_batch": global_batch, "micro_batch": 1, "steps": 5},
         })

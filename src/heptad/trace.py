@@ -38,7 +38,7 @@ class Transfer:
 
 
 def total(transfers: Iterable[Transfer]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Sum by (axis, op, phase) -> (count, bytes); kinds without bytes or counts are dropped, so two sides compare with ==."""
+    """Sum by (axis, op, phase) -> (count, bytes); empty kinds are dropped, so two sides compare with ==."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
     for item in transfers:
         key = (item.axis, item.op, item.phase)

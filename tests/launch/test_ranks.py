@@ -12,7 +12,8 @@ from tests.checkpoint.ranks import assert_holds, save_all
 import heptad.launch.ranks as ranks_module
 from heptad.checkpoint.read import Reader
 from heptad.errors import ConfigError
-from heptad.launch.ranks import RankInfo, check_world, device_of, rank_info
+from heptad.launch.environ import RankInfo, check_world, rank_info
+from heptad.launch.ranks import device_of
 
 NODES, PER_NODE = 2, 2
 

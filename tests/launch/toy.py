@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from heptad.config.schema import Job
 from heptad.errors import ConfigError
-from heptad.launch.ranks import RankInfo, device_of, process_group
+from heptad.launch.environ import RankInfo
+from heptad.launch.ranks import device_of, process_group
 
 
 def sums(job: Job, info: RankInfo, *flags: bool) -> dict[str, Any]:

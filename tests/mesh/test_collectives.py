@@ -83,7 +83,9 @@ def test_results_and_ledger(num_ranks: int) -> None:
 def sum_of_ones(rank: int, num_ranks: int, dtype: torch.dtype) -> float:
     group = group_of(rank, num_ranks)
     shard = torch.zeros(1, dtype=torch.float32)
-    work = collectives.reduce_scatter(shard, torch.full((num_ranks,), 256.0 if rank == 0 else 1.0, dtype=dtype), group, "t")
+    work = collectives.reduce_scatter(
+        shard, torch.full((num_ranks,), 256.0 if rank == 0 else 1.0, dtype=dtype), group, "t"
+    )
     work.wait()
     work.wait_sent()
     return shard.item()
@@ -115,7 +117,13 @@ def group_count(rank: int) -> int:
     import torch.distributed as dist
 
     before = len(dist.distributed_c10d._world.pg_map)
-    axes = [AXIS, ("dp_replicate",), ("dp_replicate", "dp_shard"), ("dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp")]
+    axes = [
+        AXIS,
+        ("dp_replicate",),
+        ("dp_replicate", "dp_shard"),
+        ("dp_shard", "cp"),
+        ("dp_replicate", "dp_shard", "cp"),
+    ]
     Mesh(Layout.of(LayoutSection(dp_replicate=2, dp_shard=2)), rank, axes, torch.device("cpu"))
     return len(dist.distributed_c10d._world.pg_map) - before
 

@@ -13,7 +13,15 @@ from heptad.mesh.layout import AXES, Layout
 DEGREES = st.integers(1, 4)
 
 
-@given(DEGREES, DEGREES, DEGREES, DEGREES, DEGREES, st.sampled_from(list(permutations(AXES))), st.sets(st.sampled_from(AXES)))
+@given(
+    DEGREES,
+    DEGREES,
+    DEGREES,
+    DEGREES,
+    DEGREES,
+    st.sampled_from(list(permutations(AXES))),
+    st.sets(st.sampled_from(AXES)),
+)
 def test_coordinates_and_groups_partition_the_world(
     pp: int, replicate: int, shard: int, cp: int, tp: int, order: tuple[str, ...], axes: set[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Text form, lowering and proof of step programs: over random models, rules and accumulations, and by planted errors."""
+"""Text form, lowering and proof of step programs: random models, rules and accumulations, and planted errors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_error_shows_the_place() -> None:
     units, rule = plain(3), DataRule("use", "microbatch")
     program = lower(gradient_accumulation(units, 1), units, rule)
     broken = tuple(action for action in program if str(action) != "1g0")
-    with pytest.raises(ScheduleError, match="bucket 1 is not gathered\n(.*\n)*-> 1F0"):
+    with pytest.raises(ScheduleError, match=r"bucket 1 is not gathered\n(.*\n)*-> 1F0"):
         check(broken, units, rule)
 
 

@@ -1,7 +1,7 @@
 """The one place where axes meet: from a job to what one rank runs.
 
-Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; then the data axis,
-last of all axes, since it owns the storage of every parameter as the other axes have cut it.
+Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; then the data
+axis, last of all axes, since it owns the storage of every parameter as the other axes have cut it.
 Read next: `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
 """
 

@@ -36,5 +36,8 @@ def main() -> None:
     try:
         app()()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        from heptad.launch.environ import rank_info
+
+        if rank_info().rank == 0:  # under torchrun every rank finds the same problems
+            print(error, file=sys.stderr)
         sys.exit(BAD_JOB)

@@ -1,7 +1,8 @@
 """Forked gloo ranks on this machine: what `verify` and the tests run on.
 
-Four ranks start in 0.14 s (spawned ones in over 10 s on two cores). The parent must not have a process group of its own:
-children of such a parent hang when they end. Every rank gets one thread. The first rank that fails ends all of them.
+Four ranks start in 0.14 s (spawned ones in over 10 s on two cores). The parent must not have a process group of its
+own: children of such a parent hang when they end. Every rank gets one thread. The first rank that fails ends all of
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,9 @@ def forked(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float 
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks = [
-            context.Process(target=_rank, args=(rank, num_ranks, f"{folder}/store", pipes[rank][1], timeout_s, fn, args))
+            context.Process(
+                target=_rank, args=(rank, num_ranks, f"{folder}/store", pipes[rank][1], timeout_s, fn, args)
+            )
             for rank in range(num_ranks)
         ]
         try:
@@ -59,7 +62,7 @@ def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     while len(results) < len(readers):
         open_readers = [reader for rank, reader in enumerate(readers) if rank not in results]
-        ready = wait(open_readers, timeout=max(0.0, deadline - time.monotonic()))
+        ready = cast(list[Connection], wait(open_readers, timeout=max(0.0, deadline - time.monotonic())))
         if not ready:
             raise RankFailed(readers.index(open_readers[0]), f"still running after {timeout_s} s")
         failures = []
@@ -79,11 +82,17 @@ def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
     return [results[rank] for rank in range(len(readers))]
 
 
-def _rank(rank: int, world: int, store: str, pipe: Connection, timeout_s: float, fn: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, world: int, store: str, pipe: Connection, timeout_s: float, fn: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+            "gloo",
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
         )
         report: tuple[bool, float, Any] = (True, time.monotonic(), fn(rank, *args))
         dist.barrier()

@@ -38,7 +38,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from heptad.config.schema import Job
 from heptad.errors import ConfigError
 from heptad.launch import failure
-from heptad.launch.ranks import RankInfo, check_world, rank_info
+from heptad.launch.environ import RankInfo, check_world, rank_info
 from heptad.launch.watch import STOPPED, Guard, Watch, enter
 from heptad.mesh.layout import Layout
 

@@ -55,7 +55,11 @@ class Work:
     """Communication under way. `wait` once for the result; `wait_sent` before a sent buffer changes or is freed."""
 
     def __init__(
-        self, receives: Sequence[Any] = (), sends: Sequence[Any] = (), finish: Callable[[], None] | None = None, keep: Any = None
+        self,
+        receives: Sequence[Any] = (),
+        sends: Sequence[Any] = (),
+        finish: Callable[[], None] | None = None,
+        keep: Any = None,
     ) -> None:
         self._receives, self._sends, self._finish, self._keep = receives, sends, finish, keep
 
@@ -120,7 +124,9 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group, phase: str, accumu
         return Work([handle], [handle], lambda: _ordered_sum(shard, [out], accumulate), keep=full)
     tag = group.tag()
     staging = torch.empty_like(full[: (group.size - 1) * shard.numel()]).view(group.size - 1, -1)
-    parts = [staging[peer - (peer > group.index)] if peer != group.index else slices[peer] for peer in range(group.size)]
+    parts = [
+        staging[peer - (peer > group.index)] if peer != group.index else slices[peer] for peer in range(group.size)
+    ]
     receives = [group.pg.recv([parts[peer]], peer, tag) for peer in reversed(_peers(group))]
     sends = [group.pg.send([slices[peer]], peer, tag) for peer in _peers(group)]
     return Work(receives, sends, lambda: _ordered_sum(shard, parts, accumulate), keep=full)

@@ -1,6 +1,7 @@
 """The one seam where a value computed on the device becomes a Python number (a decision, a figure to print).
 
-On fake tensors there is no value: `expected` stands in, so the same step runs in a dry run and under fake process groups.
+On fake tensors there is no value: `expected` stands in, so the same step runs in a dry run and under fake process
+groups.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ledger: every collective of a run, counted by axis × op × phase, in logical bytes one rank sends.
 
-`mesh/collectives.py` writes it for Heptad's own collectives. `LibraryLedger` is a dispatch mode for those that a library
-issues behind our back (FSDP2): it sees torch's c10d operators and counts them on the axis it was opened for.
+`mesh/collectives.py` writes it for Heptad's own collectives. `LibraryLedger` is a dispatch mode for those that a
+library issues behind our back (FSDP2): it sees torch's c10d operators and counts them on the axis it was opened for.
 Read next: `axes/data/cost.py` (the prediction that must equal it), `report` (the table).
 """
 
@@ -61,7 +61,9 @@ class LibraryLedger(TorchDispatchMode):
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
         full = args[1] if op == "reduce_scatter" else tensors[0]
-        group = next(arg for arg in args[1:] if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        group = next(
+            arg for arg in args[1:] if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+        )
         size = torch.distributed.ProcessGroup.unbox(group).size()
         num_bytes = sum(t.nbytes for t in tensors) if op == "all_reduce" else full.nbytes
         if size > 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The flat range [start, stop) of the flattened logical tensor `name` of `shape`; `tensor` is 1-D, stop - start long."""
+    """Elements [start, stop) of the flattened logical tensor `name` of `shape`; `tensor` is 1-D, stop - start long."""
 
     name: str
     shape: tuple[int, ...]

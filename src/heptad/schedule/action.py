@@ -106,8 +106,10 @@ class UnitUse:
         return self.writes if kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD) else ()
 
 
-def gradient_accumulation(units: Sequence[UnitUse], microbatches: int, recompute: frozenset[int] = frozenset()) -> Program:
-    """The compute actions of one rank without a pipeline: each micro-batch forward, then backward; `recompute` units run C."""
+def gradient_accumulation(
+    units: Sequence[UnitUse], microbatches: int, recompute: frozenset[int] = frozenset()
+) -> Program:
+    """Compute actions of a rank without a pipeline: each micro-batch forward, then backward; `recompute` units run C."""
     program: list[Action] = []
     for microbatch in range(microbatches):
         program += [Action(Kind.FORWARD, unit, microbatch) for unit in range(len(units))]

@@ -1,9 +1,9 @@
 """Proof of one rank's program, before it runs: every rule the executor relies on, or a ScheduleError with the place.
 
-Proven: each compute action once and after what it depends on; a bucket gathered (and waited for) at each use and dropped
-once a gather; each gradient reduced after its last write and exactly once; every start has its wait; never more than
-`max_gathered` buckets with full parameters; the update last; and, over ranks, one order of collectives per group
-(on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
+Proven: each compute action once and after what it depends on; a bucket gathered (and waited for) at each use and
+dropped once a gather; each gradient reduced after its last write and exactly once; every start has its wait; never
+more than `max_gathered` buckets with full parameters; the update last; and, over ranks, one order of collectives per
+group (on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def check_group_order(programs: Sequence[Program]) -> None:
             pairs = zip(other, starts[0], strict=False)
             place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(other), len(starts[0])))
             position = [p for p, action in enumerate(programs[rank]) if action.kind in WAIT_OF][place : place + 1]
-            raise ScheduleError(programs[rank], *(position or [0]), f"rank {rank} leaves rank 0's order of collectives")
+            at = position[0] if position else 0
+            raise ScheduleError(programs[rank], at, f"rank {rank} leaves rank 0's order of collectives")
 
 
 class _State:
@@ -90,7 +91,10 @@ class _State:
             self.full.discard(index)
         elif kind is Kind.UPDATE:
             require(position == len(self.program) - 1, "the update is not the last action")
-            require(not self.written or self.rule.reduce == "never", f"buckets {sorted(self.written)} have gradients that were not reduced")
+            require(
+                not self.written or self.rule.reduce == "never",
+                f"buckets {sorted(self.written)} have gradients that were not reduced",
+            )
             missing = self.reduced - self.all_reduced if self.rule.replicas else set()
             require(not missing, f"buckets {sorted(missing)} were not summed over their replicas")
             require(not self.pending, f"not waited for: {sorted(str(k) for k in self.pending)}")
@@ -118,7 +122,9 @@ class _State:
             for bucket in self.units[unit].reads(kind):
                 require(bucket in self.full, f"bucket {bucket} is not gathered")
         for bucket in self.units[unit].written(kind):
-            require((Kind.REDUCE, bucket) not in self.pending, f"writes the gradient of bucket {bucket} under reduction")
+            require(
+                (Kind.REDUCE, bucket) not in self.pending, f"writes the gradient of bucket {bucket} under reduction"
+            )
             self.written[bucket] = position
 
     def finish(self) -> None:
@@ -131,7 +137,9 @@ class _State:
                 if self.trains and unit.backward:
                     wanted = [{Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}]
                 if not any(need <= ran & COMPUTE for need in wanted):
-                    raise ScheduleError(self.program, len(self.program) - 1, f"unit {index} is incomplete on {microbatch}")
+                    raise ScheduleError(
+                        self.program, len(self.program) - 1, f"unit {index} is incomplete on {microbatch}"
+                    )
         if self.full:
             raise ScheduleError(self.program, len(self.program) - 1, f"buckets {sorted(self.full)} are never dropped")
         if self.pending:

@@ -1,9 +1,9 @@
 """The executor: a loop over a checked program. No hooks, no schedule-specific code.
 
-Units have detached boundaries: F runs a unit on a detached input and keeps its graph; I asks autograd for the gradients of
-that input, of the taps' probes and of parameters no tap covers; W turns taps into weight gradients, straight into the
-engine's buffers. Communication actions go to the engine, which starts or waits. Every action can be recorded as an `Event`.
-Read next: `action.py`, `models/taps.py`, `axes/data/engine.py`.
+Units have detached boundaries: F runs a unit on a detached input and keeps its graph; I asks autograd for the
+gradients of that input, of the taps' probes and of parameters no tap covers; W turns taps into weight gradients,
+straight into the engine's buffers. Communication actions go to the engine, which starts or waits. Every action can be
+recorded as an `Event`. Read next: `action.py`, `models/taps.py`, `axes/data/engine.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heptad.models.batch import Batch
-from heptad.models.build import Model, loose_params
+from heptad.models.build import Model, loose_params, tapped_modules
 from heptad.models.taps import GradSink, Tape, write_weight_grads
 from heptad.schedule.action import COMPUTE, Action, Kind, Program
 from heptad.schedule.lower import phases
@@ -59,7 +59,7 @@ class Executor:
     ) -> None:
         self.model, self.engine, self.recompute, self.rank = model, engine, recompute, rank
         self.backward_from = backward_from  # first unit that has a backward
-        self._tapped = [[m for m in unit.modules() if hasattr(m, "tape")] for unit in model.units]
+        self._tapped = [tapped_modules(unit) for unit in model.units]
         self._loose = [
             loose_params(unit) if engine.uses_taps else [p for p in unit.parameters() if p.requires_grad]
             for unit in model.units
@@ -76,8 +76,8 @@ class Executor:
     ) -> list[Tensor]:
         """Run `program`; returns each micro-batch's output of the last unit (detached).
 
-        scale: gradient of the last unit's output (one over the step's count of targets); update: what U does, given those
-        outputs. logits: the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
+        scale: gradient of the last unit's output (one over the step's count of targets); update: what U does, given
+        those outputs. logits: the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
         """
         step = _Step(self, batches, scale, logits)
         origin = time.perf_counter()

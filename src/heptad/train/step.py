@@ -1,9 +1,9 @@
 """One training step and one evaluation, on one rank.
 
-A step: count the targets of the whole global batch (one integer all-reduce, before the first backward); run the program,
-whose last unit's output is scaled by one over that count, so gradients are only ever summed; then, in U: the loss and the
-gradient norm of the whole model, one decision that all ranks share (finite or not), clipping, the optimizer.
-Read next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
+A step: count the targets of the whole global batch (one integer all-reduce, before the first backward); run the
+program, whose last unit's output is scaled by one over that count, so gradients are only ever summed; then, in U: the
+loss and the gradient norm of the whole model, one decision that all ranks share (finite or not), clipping, the
+optimizer. Read next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class NonFinite(RuntimeError):
 class StepResult:
     """Figures of one step, equal on all ranks.
 
-    loss: mean over the global batch's targets (0 without targets). grad_norm: before clipping. clip_factor: what gradients
-    were scaled by. skipped: no update was made: no target, or not finite (`bad_rank`: the first rank whose own loss was
-    not). num_tokens counts each position of the global batch once, num_targets those with a label. stop: some rank asked.
+    loss: mean over the global batch's targets (0 without targets). grad_norm: before clipping. clip_factor: what
+    gradients were scaled by. skipped: no update was made: no target, or not finite (`bad_rank`: the first rank whose
+    own loss was not). num_tokens counts each position of the global batch once, num_targets those with a label. stop:
+    some rank asked.
     """
 
     step: int
@@ -135,6 +136,11 @@ class Trainer:
         all_reduce(sums, self.loss_group, "evaluate").wait()
         total, count = (host_value(value, expected=1.0) for value in sums)
         return total / max(count, 1.0)
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether the last unit has `logits(x)`, which text needs (a custom one may not)."""
+        return callable(getattr(self.parallel.model.units[-1], "logits", None))
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits [B, L, V] of `batch`, without dropout. Collective: every rank takes part."""

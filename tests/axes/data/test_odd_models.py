@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.tiny import reference, tiny_batches, tiny_job, worst_error
 from torch import Tensor, nn
 
 from heptad.config.schema import Job, ModelSection
@@ -13,7 +14,6 @@ from heptad.models.batch import Batch
 from heptad.models.build import wrap
 from heptad.models.decoder import loss_sum
 from heptad.train.step import Trainer
-from tests.tiny import reference, tiny_batches, tiny_job, worst_error
 
 
 class Embed(nn.Module):
@@ -72,11 +72,19 @@ def run(rank: int, job: Job) -> list[tuple[Any, ...]]:
     layout = trainer.mesh.layout
     for step in (1, 2):
         trainer.step(step, tiny_batches(job, layout.data_rank(rank), layout.data_ranks, step))
-    return [(s.spec, s.start, s.stop, None if s.grad is None else s.grad.clone(), s.master.clone()) for s in trainer.engine.shards]
+    return [
+        (s.spec, s.start, s.stop, None if s.grad is None else s.grad.clone(), s.master.clone())
+        for s in trainer.engine.shards
+    ]
 
 
 def test_frozen_loose_unused_and_shared_parameters() -> None:
-    for layout in (dict(zero=3, dp_shard=2), dict(zero=2, dp_shard=2), dict(zero=0, dp_shard=2), dict(zero=1, dp_shard=4)):
+    for layout in (
+        dict(zero=3, dp_shard=2),
+        dict(zero=2, dp_shard=2),
+        dict(zero=0, dp_shard=2),
+        dict(zero=1, dp_shard=4),
+    ):
         job = tiny_job(**layout)
         want = reference(job, 2, twice(job))[-1]
         for shards in forked(layout["dp_shard"], run, job):
@@ -141,6 +149,6 @@ def fake_step(rank: int, job: Job) -> tuple[int, float]:
 
 def test_the_step_runs_on_fake_tensors_and_a_fake_process_group() -> None:
     job = tiny_job(zero=3, dp_shard=4)
-    (sent, num_targets), = forked(1, fake_step, job)
+    ((sent, num_targets),) = forked(1, fake_step, job)
     assert sent > 0
     assert num_targets == 2 * 11

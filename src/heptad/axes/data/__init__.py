@@ -10,6 +10,6 @@ reduce-scatter; 2: Φ + KΦ; 3: K(2Φ + Φ) less what is kept at the turn from f
 Φ/N over the replicas, once a step. When: gathers start one unit ahead of their use, reductions run under the next
 unit's backward (`schedule/lower.py`).
 
-Held, bytes a parameter with Adam: see `cost.memory`. Read next: `buckets.py` (what is in a bucket), `bucket.py` (the state
-machine), `engine.py`. Papers: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), DDP (Li et al. 2020).
+Held, bytes a parameter with Adam: see `cost.memory`. Read next: `buckets.py` (what is in a bucket), `bucket.py` (the
+state machine), `engine.py`. Papers: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), DDP (Li et al. 2020).
 """

@@ -1,9 +1,9 @@
 """One bucket at run time: the state machine of its parameters and of its gradient.
 
-Full parameters and full gradients are views into flat buffers that are made once; dropping frees the buffer's storage and
-gathering fills the same storage again, so a view saved by autograd sees the new values. The gather writes through `.data`
-(its own version counter): autograd's check that saved tensors did not change must not fire, and preserving the counter
-around an asynchronous write cannot work. Read next: `engine.py`, `mesh/collectives.py`.
+Full parameters and full gradients are views into flat buffers that are made once; dropping frees the buffer's storage
+and gathering fills the same storage again, so a view saved by autograd sees the new values. The gather writes through
+`.data` (its own version counter): autograd's check that saved tensors did not change must not fire, and preserving
+the counter around an asynchronous write cannot work. Read next: `engine.py`, `mesh/collectives.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GradState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one stage holds a bucket: the groups, and whether full parameters and full gradients are freed between uses."""
+    """How one stage holds a bucket: the groups, and whether full parameters and gradients are freed between uses."""
 
     shard_group: Group
     replica_group: Group

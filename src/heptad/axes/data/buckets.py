@@ -1,8 +1,9 @@
 """Which parameters share a bucket, and where each stands in it. Pure, no torch.
 
-One unit a bucket; units smaller than `bucket_mb` join the next ones until they reach it. Frozen parameters have buckets of
-their own, which are gathered but never reduced. Offsets are multiples of 8 elements and shards too (16 bytes in bf16,
-what NCCL and tensor cores want); the padding this costs is counted in `BucketSpec.numel`, and so in every prediction.
+One unit a bucket; units smaller than `bucket_mb` join the next ones until they reach it. Frozen parameters have
+buckets of their own, which are gathered but never reduced. Offsets are multiples of 8 elements and shards too (16
+bytes in bf16, what NCCL and tensor cores want); the padding this costs is counted in `BucketSpec.numel`, and so in
+every prediction.
 """
 
 from __future__ import annotations

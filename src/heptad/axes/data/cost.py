@@ -1,7 +1,8 @@
 """What the data axis sends and holds, from the job's facts alone. Pure, no torch.
 
-`traffic` counts uses of buckets by formula, not by walking the program, so it can disagree with `schedule/lower.py` and with the
-ledger; tests and `verify` assert that it does not. Sources: FIELD.md (ring formulas, bytes a parameter), ZeRO §5.
+`traffic` counts uses of buckets by formula, not by walking the program, so it can disagree with `schedule/lower.py`
+and with the ledger; tests and `verify` assert that it does not. Sources: FIELD.md (ring formulas, bytes a parameter),
+ZeRO §5.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def traffic(
     reduce_bytes: int,
     recompute: frozenset[int] = frozenset(),
 ) -> list[Transfer]:
-    """One training step of one rank. `shards`, `replicas`: (axis, number of ranks) a bucket is cut over and copied over.
+    """One training step of one rank. `shards`, `replicas`: (axis, number of ranks) a bucket is cut over and copied
+    over.
 
     param_bytes, reduce_bytes: bytes of an element when gathered and when reduced.
     """
@@ -56,8 +58,9 @@ def gathers(
 ) -> tuple[int, int]:
     """How often a bucket is gathered in the forward and in the backward of a step.
 
-    Stages 1, 2: once. Stage 3: once for each stretch of neighbouring units that read it, each way; the stretch that runs
-    over the turn (last unit forward, last unit backward) is one, and so is one over the border of two micro-batches.
+    Stages 1, 2: once. Stage 3: once for each stretch of neighbouring units that read it, each way; the stretch that
+    runs over the turn (last unit forward, last unit backward) is one, and so is one over the border of two
+    micro-batches.
     """
     reads_forward = [bucket in use.forward for use in uses]
     if not any(reads_forward):

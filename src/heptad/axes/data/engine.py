@@ -1,7 +1,8 @@
 """The data axis's engine: all buckets of a model on one rank, for every stage.
 
-The executor calls `act` for G, g, D, R, r, A, a and hands the engine to the weight gradients as their sink. Which stage it
-is shows only in `Placement` and in the program that `schedule/lower.py` wrote. Read next: `bucket.py`, `schedule/executor.py`.
+The executor calls `act` for G, g, D, R, r, A, a and hands the engine to the weight gradients as their sink. Which
+stage it is shows only in `Placement` and in the program that `schedule/lower.py` wrote. Read next: `bucket.py`,
+`schedule/executor.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from heptad.axes.data.bucket import Bucket, Placement
 from heptad.axes.data.buckets import plan_buckets, unit_uses
-from heptad.axes.data.shard import Shard
 from heptad.mesh.collectives import Group
 from heptad.models.build import Model
 from heptad.models.init import fill
@@ -41,9 +41,7 @@ class DataEngine:
         seed: int,
     ) -> None:
         place = Placement(shard_group, replica_group, free_params=zero == 3, free_grads=zero >= 2, sharded=zero > 0)
-        planned = plan_buckets(
-            model.unit_specs, model.specs, shard_group.size, bucket_mb, policy.reduce.itemsize
-        )
+        planned = plan_buckets(model.unit_specs, model.specs, shard_group.size, bucket_mb, policy.reduce.itemsize)
         self.policy, self.place, self.seed = policy, place, seed
         self.uses = unit_uses(model.unit_specs, planned)
         self.buckets = [Bucket(spec, place, policy, device) for spec in planned]
@@ -114,4 +112,3 @@ class DataEngine:
     def _grad(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         name = self._names[param]
         return self._home[name].grad_view(name)
-

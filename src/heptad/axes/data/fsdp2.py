@@ -1,13 +1,16 @@
-"""`engine = "fsdp2"`: torch's `fully_shard` behind the interface of `DataEngine`. The reference to be equal to, and ahead of.
+"""`engine = "fsdp2"`: torch's `fully_shard` behind the interface of `DataEngine`. The reference to be equal to, and
+ahead of.
 
-Its hooks gather and reduce, so the program has no G, D, R; weight gradients come from autograd (no taps). Each unit is a
-root of its own, since units have detached boundaries, so FSDP2 cannot prefetch across them here (the benchmarks compare
-with FSDP2 as its users run it, not with this). It cuts dim 0 of every parameter: a rank's share is one flat range.
+Its hooks gather and reduce, so the program has no G, D, R; weight gradients come from autograd (no taps). Each unit
+is a root of its own, since units have detached boundaries, so FSDP2 cannot prefetch across them here (the benchmarks
+compare with FSDP2 as its users run it, not with this). It cuts dim 0 of every parameter: a rank's share is one flat
+range.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +61,7 @@ class Fsdp2Engine:
         assert isinstance(param, DTensor)
         group, row = self.mesh.group(*SHARDS), math.prod(spec.shape[1:])
         rows = -(-spec.shape[0] // group.size)
-        cuts = [min(rank * rows, spec.shape[0]) * row for rank in range(group.size + 1)]
-        ranges = tuple(zip(cuts[:-1], cuts[1:], strict=True))
+        ranges = tuple(pairwise(min(rank * rows, spec.shape[0]) * row for rank in range(group.size + 1)))
         local = param.to_local().detach().view(-1)
         grad = torch.zeros_like(local) if spec.trainable else None
         return Shard(spec, *ranges[group.index], local, grad, group, ranges)
@@ -87,8 +89,13 @@ class Fsdp2Engine:
         """Never called: there are no taps."""
         raise AssertionError("fsdp2 uses no taps")
 
-    add_rows = add_matmul
-    add = add_matmul  # type: ignore[assignment]
+    def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+        """Never called either."""
+        raise AssertionError("fsdp2 uses no taps")
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Never called either."""
+        raise AssertionError("fsdp2 uses no taps")
 
 
 def _local(grad: Tensor) -> Tensor:

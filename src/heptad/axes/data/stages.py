@@ -1,4 +1,4 @@
-"""The stages as policies of one engine: over which axes parameters are cut, when buckets are gathered and reduced. Pure."""
+"""The stages as policies of one engine: which axes cut parameters, when buckets are gathered and reduced. Pure."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def data_rule(section: LayoutSection) -> DataRule:
         return DataRule("never", "never")
     if section.zero == 0:
         return DataRule("never", "step", scatter=False, prefetch=section.prefetch)
-    gather = "use" if section.zero == 3 else "step"
-    reduce = "step" if section.zero == 1 else "microbatch"
-    return DataRule(gather, reduce, replicas=replicas, prefetch=section.prefetch)
+    return DataRule(
+        gather="use" if section.zero == 3 else "step",
+        reduce="step" if section.zero == 1 else "microbatch",
+        replicas=replicas,
+        prefetch=section.prefetch,
+    )
