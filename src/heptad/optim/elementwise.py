@@ -54,14 +54,17 @@ class AdamW(_Elementwise):
         self._betas, self._eps = section.betas, section.eps
         masters = [self.shards[at].master for at in self._filled]
         self._counts = [torch.zeros((), device=master.device if self.fused else "cpu") for master in masters]
+        self._num_counted = 0
 
     def update(self, lr: float, num_updates: int) -> None:
         """Update number `num_updates` (from 1), which is what the bias correction counts."""
         masters, grads = self._tensors()
         if not masters:
             return
-        for count in self._counts:
-            count.fill_(num_updates - 1)
+        if self._num_counted != num_updates - 1:  # after a load; otherwise torch has counted along
+            for count in self._counts:
+                count.fill_(num_updates - 1)
+        self._num_counted = num_updates
         with torch.no_grad():
             adamw(
                 masters, grads, self._slot("exp_avg"), self._slot("exp_avg_sq"), [], self._counts,
