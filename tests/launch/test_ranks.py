@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.checkpoint.ranks import assert_holds, save_all
 
-import heptad.launch.ranks as ranks_module
+import heptad.launch.environ as environ_module
 from heptad.checkpoint.read import Reader
 from heptad.errors import ConfigError
 from heptad.launch.environ import RankInfo, check_world, rank_info
@@ -67,8 +67,8 @@ def test_a_wrong_world_names_both_numbers() -> None:
 
 
 def test_one_file_reads_the_ranks_environment() -> None:
-    package = Path(ranks_module.__file__).parents[1]
+    package = Path(environ_module.__file__).parents[1]
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     for source in package.rglob("*.py"):
         found = {node.value for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Constant)}
-        assert not found & names or source == Path(ranks_module.__file__), source
+        assert not found & names or source == Path(environ_module.__file__), source

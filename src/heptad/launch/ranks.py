@@ -1,8 +1,8 @@
 """A rank's device and its default process group.
 
-The device follows from the *local*
-rank (C-059), the backend from the device: gloo on CPU; NCCL on CUDA with gloo beside it for what is decided on the
-CPU. Read next: `local.py` (who starts ranks), `mesh/device.py` (the groups made of them).
+The device follows from the *local* rank (C-059), the backend from the device: gloo on CPU; NCCL on CUDA with gloo
+beside it for what is decided on the CPU. Read next: `local.py` (who starts ranks), `mesh/device.py` (the groups made
+of them).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from heptad.launch.environ import RankInfo
 
 
 def device_of(

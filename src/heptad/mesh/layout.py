@@ -63,7 +63,7 @@ class Layout:
         return rank
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`: a partition of the ranks; in a group ranks are ordered by `axes`, first outermost."""
+        """All groups along `axes`: a partition of the ranks; a group is ordered by `axes`, first outermost."""
         others = [axis for axis in self.axes if axis not in axes]
         return tuple(self._along(axes, fixed) for fixed in self._points(others))
 

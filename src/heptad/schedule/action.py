@@ -109,7 +109,7 @@ class UnitUse:
 def gradient_accumulation(
     units: Sequence[UnitUse], microbatches: int, recompute: frozenset[int] = frozenset()
 ) -> Program:
-    """Compute actions of a rank without a pipeline: each micro-batch forward, then backward; `recompute` units run C."""
+    """Compute actions of a rank without a pipeline: micro-batches forward, then backward; `recompute` units run C."""
     program: list[Action] = []
     for microbatch in range(microbatches):
         program += [Action(Kind.FORWARD, unit, microbatch) for unit in range(len(units))]
