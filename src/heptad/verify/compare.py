@@ -1,0 +1,254 @@
+"""A layout against one device, step by step: loss, every gradient, gradient norm, parameters, replicas, traffic.
+
+Gradients and parameters are put together from the ranks' pieces: they must cover every element exactly once per
+replica, and replicas must agree bit for bit. Relative error of a tensor: max|a - b| over its scale, max|b|.
+
+Bounds. fp64: 1e-10, fp32: 1e-5. A gradient that is zero by nature (a key's bias) is rounding noise in both, so a scale
+is never less than ε/bound of the largest in the model (2e-6 and 1e-2): what one rounding of the largest gradient can do
+is no error.
+
+bf16 has no such constant: its errors depend on the model. The bound is measured: the same step on one device with the
+same parameters, its sums only reordered (`Reference.reordered`), gives figures that are as right as the reference's.
+Sharding reorders sums and does nothing else, so its distance to the reference must be of the size of theirs: at most
+twice, root mean square over each tensor, where a distance of one rounding to bf16 (2⁻⁸ of the tensor) is granted since
+every gradient is rounded at least once. The update is not excused: it starts from the same gradients in fp32, so
+parameters and norm of the update keep fp32's bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heptad.account.traffic import step_traffic
+from heptad.axes.apply import recomputed
+from heptad.config.schema import Job
+from heptad.mesh.piece import Piece
+from heptad.trace import total
+from heptad.verify.ranks import RankReport, pieces_of
+from heptad.verify.reference import Figures, Reference
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+BF16_ROUNDING = 2.0**-8
+BF16_FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something beyond its bound. kind: output, loss, gradient, norm, parameter, replicas."""
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`differences` in program order within a step. `relative_error` by parameter: the worst of its gradients' and values'.
+
+    reorder_ratio: bf16 only, distance of all gradients to the reference over the reordered runs' own (else None).
+    predicted, counted: one entry a kind, of the last applied step; traffic_matches: on every rank and step.
+    """
+
+    differences: list[Difference]
+    relative_error: dict[str, float]
+    loss_error: float
+    norm_error: float
+    predicted: dict[tuple[str, str, str], tuple[int, int]]
+    counted: dict[tuple[str, str, str], tuple[int, int]]
+    traffic_matches: bool
+    losses: list[float]
+    reorder_ratio: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.differences and self.traffic_matches
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter with the largest relative error."""
+        return max(self.relative_error.items(), key=lambda item: item[1])
+
+
+def compare(job: Job, reference: Reference, reports: Sequence[RankReport], steps: int) -> Comparison:
+    """Run `reference` (fresh) beside the recorded steps of a layout of the same job."""
+    found: list[Difference] = []
+    errors: dict[str, float] = {}
+    losses, loss_error, norm_error, ratio = [], 0.0, 0.0, None
+    for step in range(1, steps + 1):
+        judge = Judge(step, reference, reference.compute(step))
+        grads, split = assemble(pieces_of(reports, step, "grads"))
+        judge.outputs(reports)
+        loss_error = max(loss_error, judge.loss(reports))
+        judge.gradients(grads)
+        judge.replicas(split, "gradient")
+        norm_error = max(norm_error, judge.norm(reports, grads))
+        params, split = assemble(pieces_of(reports, step, "params"))
+        if judge.right.num_targets and all(math.isfinite(float(grad.double().sum())) for grad in grads.values()):
+            reference.update(step, grads)
+        judge.parameters(params)
+        judge.replicas(split, "parameter")
+        found += judge.found
+        losses.append(judge.right.loss)
+        ratio = judge.ratio if ratio is None else max(ratio, judge.ratio or 0.0)
+        for name, error in judge.errors.items():
+            errors[name] = max(errors.get(name, 0.0), error)
+    predicted = predicted_traffic(job, reference)
+    counts = [total(report.steps[step].transfers) for report in reports for step in range(steps)]
+    matches = all(count == predicted for count in counts)
+    return Comparison(found, errors, loss_error, norm_error, predicted, counts[-1], matches, losses, ratio)
+
+
+def predicted_traffic(job: Job, reference: Reference) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """(axis, op, phase) -> (count, bytes) of one step of one rank."""
+    units = reference.model.unit_specs
+    return total(step_traffic(job, units, reference.specs, recomputed(job, units)))
+
+
+def assemble(ranks: Sequence[Sequence[Piece]]) -> tuple[dict[str, Tensor], list[str]]:
+    """Whole tensors from every rank's pieces, and the names whose replicas differ in some bit (the first is taken).
+
+    Asserts that the distinct ranges of each name tile it, each held by as many ranks as the others.
+    """
+    copies: dict[str, dict[tuple[int, int], list[Tensor]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for pieces in ranks:
+        for piece in pieces:
+            shapes[piece.name] = piece.shape
+            held = copies.setdefault(piece.name, {})
+            if piece.start < piece.stop:
+                held.setdefault((piece.start, piece.stop), []).append(piece.tensor)
+    whole, split = {}, []
+    for name, held in copies.items():
+        at = 0
+        for start, stop in sorted(held):
+            assert start == at, f"{name}: elements [{at}, {start}) are held by no rank or by two"
+            at = stop
+        assert at == math.prod(shapes[name]), f"{name}: elements from {at} on are held by no rank"
+        assert len({len(tensors) for tensors in held.values()}) == 1, f"{name}: ranges have different numbers of replicas"
+        if any(not _same_bits(tensors[0], other) for tensors in held.values() for other in tensors[1:]):
+            split.append(name)
+        whole[name] = torch.cat([held[key][0] for key in sorted(held)]).view(shapes[name])
+    return whole, split
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+class Judge:
+    """One step's figures against the reference's, in the order the step makes them."""
+
+    def __init__(self, step: int, reference: Reference, right: Figures) -> None:
+        self.step, self.reference, self.right = step, reference, right
+        self.found: list[Difference] = []
+        self.errors: dict[str, float] = {}
+        self.bf16 = reference.policy.params is torch.bfloat16
+        narrow = reference.policy.reduce is torch.bfloat16  # sums and clipping themselves are rounded to bf16 then
+        self.bound = BF16_FACTOR * BF16_ROUNDING if narrow else BOUNDS[reference.policy.master]
+        self.others = reference.reordered(step) if self.bf16 else []
+        self.ratio: float | None = None
+
+    def _add(self, kind: str, name: str, error: float, bound: float) -> float:
+        if not error <= bound:  # nan is beyond every bound
+            self.found.append(Difference(self.step, kind, name, error, bound))
+        return error
+
+    def _number_bound(self, right: float, others: Sequence[float]) -> float:
+        """Bound of the relative error of one number."""
+        if not self.bf16:
+            return self.bound
+        spread = max(abs(other - right) for other in others) / max(abs(right), 1e-30)
+        return BF16_FACTOR * max(spread, BF16_ROUNDING)
+
+    def outputs(self, reports: Sequence[RankReport]) -> None:
+        """Fingerprints of the units' outputs, micro-batch by micro-batch, in the global order."""
+        names = [unit.name for unit in self.reference.model.unit_specs]
+        bound = self.bound if not self.bf16 else 4 * BF16_ROUNDING
+        worst = [0.0] * len(names)
+        for report in reports:
+            marks = report.steps[self.step - 1].outputs
+            for at, units in enumerate(marks):
+                right = self.right.outputs[report.data_rank * len(marks) + at]
+                for unit, (a, b) in enumerate(zip(units, right, strict=True)):
+                    worst[unit] = max(worst[unit], _relative(a, b))
+        for name, error in zip(names, worst, strict=True):
+            self._add("output", name, error, bound)
+
+    def loss(self, reports: Sequence[RankReport]) -> float:
+        """The loss every rank reports."""
+        right = self.right.loss
+        error = max(_relative(report.steps[self.step - 1].result.loss, right) for report in reports)
+        return self._add("loss", "", error, self._number_bound(right, [other.loss for other in self.others]))
+
+    def gradients(self, grads: dict[str, Tensor]) -> None:
+        """Every gradient, in the backward's order: last parameter first."""
+        assert set(grads) == set(self.right.grads), sorted(set(grads) ^ set(self.right.grads))
+        if self.bf16:
+            self._bf16_gradients(grads)
+            return
+        for name in reversed(list(self.right.grads)):
+            error = self._exact(name, grads[name], self.right.grads)
+            self._add("gradient", name, error, self.bound)
+
+    def _exact(self, name: str, value: Tensor, right: dict[str, Tensor]) -> float:
+        largest = max(float(tensor.abs().max()) for tensor in right.values())
+        floor = torch.finfo(self.reference.policy.master).eps / self.bound * largest
+        scale = max(float(right[name].abs().max()), floor, 1e-300)
+        error = float((value.double() - right[name].double()).abs().max()) / scale
+        error = error if math.isfinite(error) else math.inf
+        self.errors[name] = max(self.errors.get(name, 0.0), error)
+        return error
+
+    def _bf16_gradients(self, grads: dict[str, Tensor]) -> None:
+        mine, theirs = 0.0, 0.0
+        for name in reversed(list(self.right.grads)):
+            right = self.right.grads[name].double()
+            scale = max(_rms(right), 1e-30)
+            noises = [_rms(other.grads[name].double() - right) for other in self.others]
+            distance = _rms(grads[name].double() - right)
+            distance = distance if math.isfinite(distance) else math.inf
+            mine += distance**2 * right.numel()
+            theirs += max(noises) ** 2 * right.numel()
+            self.errors[name] = distance / scale
+            bound = BF16_FACTOR * max(max(noises) / scale, BF16_ROUNDING)
+            self._add("gradient", name, distance / scale, bound)
+        self.ratio = math.sqrt(mine / theirs) if theirs else 0.0
+
+    def norm(self, reports: Sequence[RankReport], grads: dict[str, Tensor]) -> float:
+        """The norm every rank reports, against the reference's and against that of the layout's own gradients."""
+        own = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+        told = [report.steps[self.step - 1].result.grad_norm for report in reports]
+        error = max(_relative(norm, self.right.norm) for norm in told)
+        bound = self._number_bound(self.right.norm, [other.norm for other in self.others])
+        self._add("norm", "", error, bound)
+        self._add("norm", "of the same gradients", max(_relative(norm, own) for norm in told), self.bound)
+        return error
+
+    def parameters(self, params: dict[str, Tensor]) -> None:
+        """Every parameter after the update from the same gradients; frozen ones must not have moved."""
+        right = self.reference.values
+        assert set(params) == set(right), sorted(set(params) ^ set(right))
+        for name in right:
+            self._add("parameter", name, self._exact(name, params[name], right), self.bound)
+
+    def replicas(self, split: Sequence[str], what: str) -> None:
+        """Ranks that hold the same elements hold the same bits."""
+        for name in split:
+            self._add("replicas", f"{what} of {name}", math.inf, 0.0)
+
+
+def _relative(value: float, right: float) -> float:
+    error = abs(value - right) / max(abs(right), 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def _rms(tensor: Tensor) -> float:
+    return math.sqrt(float(tensor.square().mean()))

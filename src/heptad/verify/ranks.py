@@ -1,0 +1,109 @@
+"""What a rank does for `verify`: the job's own `Trainer`, watched. Nothing is changed but what a planted fault changes.
+
+Kept of each step: the loss and norm it reports, its pieces of every gradient (before clipping) and of every parameter
+after the update, a fingerprint of each unit's output, the ledger, and the bytes of live storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heptad.config.schema import Job
+from heptad.launch.forked import forked
+from heptad.loader.loader import Loader
+from heptad.loader.prepare import PreparedData
+from heptad.mesh.layout import Layout
+from heptad.mesh.piece import Piece
+from heptad.models.batch import Batch
+from heptad.models.taps import Tape
+from heptad.trace import Transfer
+from heptad.train.step import StepResult, Trainer
+from heptad.verify.faults import Fault
+from heptad.verify.meter import MemoryMeter
+from heptad.verify.reference import fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One step on one rank. outputs[micro-batch][unit]: Σ x² of the unit's output."""
+
+    result: StepResult
+    grads: list[Piece]
+    params: list[Piece]
+    outputs: list[list[float]]
+    transfers: list[Transfer]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """All steps of one rank. Bytes of live storages: between the last two steps, and at most during the last one."""
+
+    coords: dict[str, int]
+    data_rank: int
+    steps: list[RankStep]
+    resident_bytes: int
+    peak_bytes: int
+
+
+class Watched(Trainer):
+    """A trainer that keeps its unclipped gradients and its units' outputs."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        super().__init__(job, rank, torch.device("cpu"))
+        self.grads: list[Piece] = []
+        self.outputs: dict[int, dict[int, float]] = {}
+        self._forward = self.parallel.executor.forward
+        setattr(self.parallel.executor, "forward", self._seen)  # noqa: B010
+
+    def _seen(self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool) -> tuple[Tensor, Tape]:
+        output, tape = self._forward(unit, inputs, batch, taped)
+        self.outputs.setdefault(id(batch), {}).setdefault(unit, fingerprint(output))
+        return output, tape
+
+    def _update(self, step: int, losses: list[Tensor], num_targets: int, stop: bool) -> StepResult:
+        self.engine.finish_grads()
+        self.grads = [s.piece(s.grad.clone()) for s in self.engine.shards if s.grad is not None]
+        return super()._update(step, losses, num_targets, stop)
+
+    def watch(self, step: int, batches: Sequence[Batch]) -> RankStep:
+        """Run one step."""
+        self.outputs.clear()
+        self.mesh.ledger.reset()
+        result = self.step(step, batches)
+        params = [shard.piece(shard.master.clone()) for shard in self.engine.shards]
+        outputs = [[marks[unit] for unit in sorted(marks)] for marks in self.outputs.values()]
+        return RankStep(result, self.grads, params, outputs, self.mesh.ledger.transfers())
+
+
+def run_layout(
+    job: Job, tokens: PreparedData, steps: int, faults: Sequence[Fault] = (), timeout_s: float = 120.0
+) -> list[RankReport]:
+    """`job`'s layout on forked gloo ranks; one report a rank, in rank order. Raises RankFailed."""
+    return forked(Layout.of(job.layout).world, _rank, job, tokens, steps, tuple(faults), timeout_s=timeout_s)
+
+
+def _rank(rank: int, job: Job, tokens: PreparedData, steps: int, faults: tuple[Fault, ...]) -> RankReport:
+    torch.manual_seed(rank)  # whatever is drawn and not keyed differs between ranks, and shows
+    layout = Layout.of(job.layout)
+    with MemoryMeter() as meter:
+        trainer = Watched(job, rank)
+    for fault in faults:
+        fault.plant(trainer)
+    loader = Loader(job, layout.data_rank(rank), layout.data_ranks, tokens)
+    done = [trainer.watch(step, loader.step(step - 1)) for step in range(1, steps)]
+    resident = meter.current_bytes()
+    with meter:
+        meter.reset_peak()
+        done.append(trainer.watch(steps, loader.step(steps - 1)))
+    return RankReport(layout.coords(rank), layout.data_rank(rank), done, resident, meter.peak_bytes)
+
+
+def pieces_of(reports: Sequence[RankReport], step: int, what: str) -> list[list[Piece]]:
+    """Each rank's pieces ("grads" or "params") after step number `step` (from 1)."""
+    found: list[Any] = [getattr(report.steps[step - 1], what) for report in reports]
+    return found

@@ -1,0 +1,136 @@
+"""The one-device run that a layout is compared with: plain autograd, no taps, no engine, no executor.
+
+Each step: the global batch in its micro-batches; loss = Σ token losses / Σ targets; every gradient by ordinary autograd,
+summed in the job's reduction dtype; the norm over all of them. Then the update, by optimizers of the reference's own
+(`update.py`), *from the gradients the layout got*: they have been compared already, and an optimizer that divides by a
+gradient's size (Adam where the true gradient is zero, as for a key's bias) would turn two roundings into two updates. So
+each step proves one link: same parameters -> same gradients; same gradients -> same parameters. No drift builds up.
+
+`reordered` runs the same step with its sums in another order, for the bound of bf16 (`compare.py` argues it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from heptad.config.schema import Job
+from heptad.loader.loader import Loader
+from heptad.loader.prepare import PreparedData
+from heptad.models.batch import Batch
+from heptad.models.build import build
+from heptad.models.init import fill
+from heptad.models.spec import ParamSpec
+from heptad.precision.policy import Policy
+from heptad.verify.update import WholeOptimizer
+
+Grads = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One device's step before its update. outputs[micro-batch][unit]: Σ x² of the unit's output, a fingerprint."""
+
+    loss: float
+    grads: Grads
+    norm: float
+    num_targets: int
+    outputs: list[list[float]] = field(default_factory=list)
+
+
+class Reference:
+    """`job` on one device.
+
+    values: every parameter whole, by name, trainable ones (`masters`) in the dtype the optimizer updates.
+    """
+
+    def __init__(self, job: Job, tokens: PreparedData) -> None:
+        self.job, self.policy = job, Policy.of(job.precision, "cpu")
+        self.model = build(job)
+        self.model.materialise(job.train.seed, torch.device("cpu"), self.policy.params)
+        self.model.module.train()
+        self.specs = self.model.specs
+        self.values = {spec.name: self._initial(spec) for spec in self.specs}
+        self.masters = {spec.name: self.values[spec.name] for spec in self.specs if spec.trainable}
+        self.optimizer = WholeOptimizer(job.optimizer, self.specs, job.train.steps)
+        self.loader = Loader(job, 0, 1, tokens)
+
+    def _initial(self, spec: ParamSpec) -> Tensor:
+        values = torch.empty(spec.shape, dtype=self.policy.master if spec.trainable else self.policy.params)
+        fill(values.view(-1), spec, 0, spec.numel, self.job.train.seed)
+        return values
+
+    def batches(self, step: int) -> list[Batch]:
+        """The micro-batches of step `step` (from 1) of all ranks, in the global order."""
+        return self.loader.step(step - 1)
+
+    def compute(self, step: int) -> Figures:
+        """Loss, gradients and norm of step `step` at the present parameters."""
+        return self._compute(self.batches(step), flipped=False)
+
+    def reordered(self, step: int) -> list[Figures]:
+        """The same step with sums in another order: sequences reversed and in one batch; features reversed as well.
+
+        Reversing a logical dim ("width", "mlp") of every parameter that has it is the same function of the batch. Dropout
+        is keyed by feature, so with dropout the width stays as it is.
+        """
+        batches = self.batches(step)
+        joined = [_joined(list(reversed(batches)))]
+        return [self._compute(joined, flipped=False), self._compute(batches, flipped=True)]
+
+    def update(self, step: int, grads: Grads) -> None:
+        """Clip `grads` (unclipped, whole) by their own norm and apply the optimizer."""
+        norm, limit = _norm(grads), self.job.optimizer.clip_norm
+        factor = limit / norm if limit is not None and norm > limit else 1.0
+        self.optimizer.step(step, self.masters, {name: grad * factor for name, grad in grads.items()})
+
+    def _compute(self, batches: Sequence[Batch], flipped: bool) -> Figures:
+        by_name = {spec.name: spec for spec in self.specs}
+        for name, values in self.values.items():
+            self.model.params[name].data.copy_(self._flip(values, by_name[name]) if flipped else values)
+        num_targets = sum(batch.num_targets() for batch in batches)
+        grads = {name: torch.zeros(master.shape, dtype=self.policy.reduce) for name, master in self.masters.items()}
+        wanted = [self.model.params[name] for name in grads]
+        losses, outputs = [], []
+        for batch in batches:
+            loss, marks = self._forward(batch)
+            found = torch.autograd.grad(loss / max(num_targets, 1), wanted, allow_unused=True)
+            for total, grad in zip(grads.values(), found, strict=True):
+                if grad is not None:
+                    total.add_(grad.to(total.dtype))
+            losses.append(loss.item())
+            outputs.append(marks)
+        if flipped:
+            grads = {name: self._flip(grad, by_name[name]) for name, grad in grads.items()}
+        return Figures(sum(losses) / max(num_targets, 1), grads, _norm(grads), num_targets, outputs)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, list[float]]:
+        x: Tensor | None = None
+        marks = []
+        for unit in self.model.units:
+            x = unit(x, batch)
+            marks.append(fingerprint(x))
+        assert x is not None
+        return x, marks
+
+    def _flip(self, tensor: Tensor, spec: ParamSpec) -> Tensor:
+        names = ("mlp",) if self.job.model.dropout else ("mlp", "width")
+        return tensor.flip([at for at, name in enumerate(spec.dims) if name in names])
+
+
+def fingerprint(x: Tensor) -> float:
+    """Σ x² in fp64: two equal outputs have equal ones, and a difference anywhere shows."""
+    return float(x.detach().double().square().sum())
+
+
+def _norm(grads: Grads) -> float:
+    return float(sum(grad.double().square().sum() for grad in grads.values())) ** 0.5
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    names = ("ids", "labels", "positions", "documents", "index")
+    parts = [torch.cat([getattr(batch, name) for batch in batches]) for name in names]
+    return Batch(*parts, batches[0].step)
