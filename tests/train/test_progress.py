@@ -51,3 +51,12 @@ def test_other_ranks_show_nothing() -> None:
         display.say("x")
         display.step(1, FIGURES, None)
     assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 130])
+def test_no_figure_is_cut_off_on_a_narrow_terminal(width: int) -> None:
+    out = io.StringIO()
+    with Display(200, True, Console(file=out, force_terminal=True, width=width, no_color=True)) as display:
+        display.step(7, FIGURES, 75.0)
+    words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", " ", out.getvalue()).split()
+    assert {"7/200", "3.250", "12,346", "×0.2)", "3.00e-04", "left"} <= set(words) and "…" not in out.getvalue()

@@ -11,10 +11,13 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from heptad.units import human_seconds
 
 LINE_EVERY_S = 10.0
+WIDTH_WITH_BAR = 130
+"""Narrower terminals give the room to the figures, which wrap rather than being cut off."""
 
 
 class Display:
@@ -60,7 +63,8 @@ class Display:
 
     def _show(self, step: int, line: str) -> None:
         if self._live is None or self._task is None:
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=False, overflow="fold"))
+            columns = (BarColumn(bar_width=24), text) if self._console.width >= WIDTH_WITH_BAR else (text,)
             self._live = Progress(*columns, console=self._console, auto_refresh=False)
             self._live.start()
             self._task = self._live.add_task("", total=self.total_steps)
