@@ -1,7 +1,6 @@
 """A model of your own: no attention, each token mixes with the one before it by a learned gain per feature.
 
-It has what a custom model may have: torch's own layers (made tapped in place), a bare parameter (`gain`), a frozen
-table (no gradient, no optimizer state, no reduction), its own list of units. It trains under any data layout:
+It has torch's own layers, a bare parameter (`gain`) and a frozen table; it trains under any data layout:
 
     python examples/custom_model.py
     python -m heptad train debug --set model.class=examples.custom_model:TokenShift
@@ -43,21 +42,23 @@ class Shift(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         y = self.norm(x)
-        inside = (batch.positions > 0).unsqueeze(-1)  # a document's first token has none before it
-        earlier = F.pad(y, (0, 0, 1, 0))[:, :-1] * inside
+        earlier = F.pad(y, (0, 0, 1, 0))[:, :-1] * (batch.positions > 0)[..., None]  # none before a document's first
         return x + self.down(F.gelu(self.up(y + self.gain * earlier)))
 
 
 class Predict(nn.Module):
-    """Sum of token losses."""
+    """Sum of token losses. `logits` is only asked for to print a sample of text."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(section.width)
         self.out = nn.Linear(section.width, section.vocab, bias=False)
 
+    def logits(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return loss_sum(self.out(self.norm(x)), batch.labels)
+        return loss_sum(self.logits(x), batch.labels)
 
 
 class TokenShift(nn.Module):

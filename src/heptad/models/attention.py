@@ -31,9 +31,12 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropo
     """Causal attention within documents, softmax(q kᵀ / √d) v. Same dtype in and out."""
     if dropout is not None:
         return _dropped_attention(q, k, v, batch, dropout)
-    grouped = k.shape[1] != q.shape[1]
-    causal = batch.mask is None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask, is_causal=causal, enable_gqa=grouped)
+    repeat = q.shape[1] // k.shape[1]
+    if batch.mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=repeat > 1)
+    if repeat > 1:  # with a mask, CUDA's fused kernels know no groups and the rest would form the scores
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask)
 
 
 def _dropped_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout) -> Tensor:
