@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from heptad.account.flops import flops_per_token
+from heptad.account.traffic import step_traffic
 from heptad.checkpoint.find import resume
 from heptad.checkpoint.read import Reader
 from heptad.cluster.catalog import cluster
@@ -44,7 +45,6 @@ from heptad.train.state import Counts, restore, save_state
 from heptad.train.step import StepResult, Trainer
 from heptad.train.stop import StopRequest
 from heptad.train.tracing import write_trace
-from heptad.train.traffic import step_traffic
 
 PREPARE_TIMEOUT_S = 7200.0
 PROMPT_TOKENS = 16
@@ -151,12 +151,11 @@ class _Loop:
             self.trainer.mesh.ledger.reset()
         self.diary.reached(step)
         begin_s = time.perf_counter()
-        result = self.trainer.step(step, self.loader.step(step - 1), self.stop.asked, events)
+        result = self.trainer.step(step, self.loader.step(step - 1), self.stop.asked, events, self.ledger and chosen)
         self.meter.add(result.num_tokens, result.num_targets, time.perf_counter() - begin_s)
         if self.ledger and chosen:
             self.transfers = tuple(self.trainer.mesh.ledger.transfers())
-            formulas = step_traffic(self.trainer)
-            self.predicted = None if formulas is None else tuple(formulas)
+            self.predicted = _predicted(self.trainer)
         if events is not None:
             write_trace(self.folder.path / "trace", events, step, self.world)
         self.counts = Counts(step, self.meter.tokens, self.meter.targets)
@@ -264,6 +263,15 @@ def _flops(job: Job, num_devices: int, device: torch.device) -> tuple[float | No
     peak = cluster(job.cluster).device.peak(dtypes_of(job.precision, device.type).params)
     flops = None if job.model.class_ is not None else flops_per_token(job.model, job.data.seq_len, "causal")
     return flops, None if peak is None else peak * num_devices
+
+
+def _predicted(trainer: Trainer) -> tuple[Transfer, ...] | None:
+    """What the formulas say of one step; None where a library communicates."""
+    parallel, model = trainer.parallel, trainer.parallel.model
+    if trainer.job.layout.engine == "fsdp2":
+        return None
+    kind = trainer.device.type
+    return tuple(step_traffic(trainer.job, model.unit_specs, model.specs, parallel.recompute, kind))
 
 
 def _why_skipped(result: StepResult) -> str:
