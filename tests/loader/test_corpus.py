@@ -149,6 +149,10 @@ def test_a_file_that_vanishes_or_changes_after_listing_is_named(
     (tmp_path / "b.txt").write_text("longer text")
     with pytest.raises(ConfigError, match=r"4 bytes when listed, 11 now"):
         texts(corpus)
+    (tmp_path / "b.txt").write_text("TEXT")
+    os.utime(tmp_path / "b.txt", ns=(1, 1))
+    with pytest.raises(ConfigError, match=r"b\.txt'[\s\S]*it changed"):
+        texts(corpus)
 
     def closed(root: Path, onerror: Any) -> Any:
         onerror(PermissionError(13, "Permission denied", str(root)))

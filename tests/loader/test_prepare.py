@@ -251,8 +251,7 @@ def slow(started: Path, release: Path) -> Callable[[Path], None]:
     def build(folder: Path) -> None:
         (folder / "half").write_text("half")
         started.touch()
-        while not release.exists():
-            time.sleep(0.005)
+        until(release)
         (folder / "whole").write_text("whole")
 
     return build
