@@ -86,6 +86,11 @@ class Embedding(nn.Embedding):
     weight: nn.Parameter
     tape: Tape | None = None
 
+    def reset_parameters(self) -> None:
+        """As torch, except on meta: nothing to fill there, and torch's normal_ would load its compiler (1.4 s)."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., D]."""
         if self.tape is None:
