@@ -40,17 +40,17 @@ def step_traffic(
     recompute: frozenset[int] = frozenset(),
     device_type: str = "cpu",
 ) -> list[Transfer]:
-    """Every transfer of one rank in one applied step of a resolved job; `recompute`: units whose forward runs again.
-
-    With `engine = "fsdp2"` the data axis's own collectives are the library's and are not predicted.
-    """
+    """Every transfer of one rank in one applied step of a resolved job; `recompute`: units whose forward runs again."""
     layout, zero = Layout.of(job.layout), job.layout.zero
     shards = cost.axis_sizes(layout, shard_axes(zero))
     dtypes = dtypes_of(job.precision, device_type)
     reduce_bytes = BYTES_PER_ELEMENT[dtypes.reduce]
+    microbatches = job.train.global_batch // (layout.data_ranks * job.train.micro_batch)
     found = once_a_step(layout) + (norm_traffic(*shards) if shards[1] > 1 else [])
     if job.layout.engine == "fsdp2":
-        return found
+        replicas = cost.axis_sizes(layout, replica_axes(zero))
+        sizes = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
+        return found + cost.fsdp2_traffic(units, specs, shards, replicas, microbatches, *sizes)
     buckets = plan_buckets(units, specs, shards[1], job.layout.bucket_mb, reduce_bytes)
     found += cost.traffic(
         buckets,
@@ -58,7 +58,7 @@ def step_traffic(
         zero,
         shards,
         cost.axis_sizes(layout, replica_axes(zero)),
-        job.train.global_batch // (layout.data_ranks * job.train.micro_batch),
+        microbatches,
         BYTES_PER_ELEMENT[dtypes.params],
         reduce_bytes,
         recompute,
@@ -78,6 +78,4 @@ def once_a_step(layout: Layout) -> list[Transfer]:
     if num_ranks == 1:
         return []
     sizes = (("count", COUNT_BYTES), ("loss", LOSS_BYTES))
-    return [
-        Transfer("all_reduce", axis, phase, sent_bytes("all_reduce", num_bytes, num_ranks)) for phase, num_bytes in sizes
-    ]
+    return [Transfer("all_reduce", axis, phase, sent_bytes("all_reduce", size, num_ranks)) for phase, size in sizes]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from heptad.axes.data import cost
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.fsdp2 import Fsdp2Engine
 from heptad.axes.data.stages import LOSS_AXES, data_rule, replica_axes, shard_axes
@@ -26,7 +25,6 @@ from heptad.schedule.action import Program, UnitUse, forward_only, gradient_accu
 from heptad.schedule.check import check
 from heptad.schedule.executor import Executor
 from heptad.schedule.lower import lower
-from heptad.trace import Transfer
 
 AnyEngine = DataEngine | Fsdp2Engine
 
@@ -46,22 +44,6 @@ class Parallel:
     def program(self, microbatches: int, train: bool = True) -> Program:
         """The checked program of a step (or an evaluation) of `microbatches` micro-batches."""
         return step_program(self.job, self.engine.uses, microbatches, self.recompute, train)
-
-    def predicted_traffic(self) -> list[Transfer]:
-        """The data axis's transfers of one training step, by formula."""
-        assert isinstance(self.engine, DataEngine)
-        layout, zero = self.mesh.layout, self.job.layout.zero
-        return cost.traffic(
-            [bucket.spec for bucket in self.engine.buckets],
-            self.engine.uses,
-            zero,
-            cost.axis_sizes(layout, shard_axes(zero)),
-            cost.axis_sizes(layout, replica_axes(zero)),
-            microbatches_of(self.job),
-            self.policy.params.itemsize,
-            self.policy.reduce.itemsize,
-            self.recompute,
-        )
 
 
 def microbatches_of(job: Job) -> int:

@@ -38,6 +38,10 @@ class Mesh:
         """The group along `axes`, which must be among those wanted at construction."""
         return self._groups[axes]
 
+    def axis_of(self, ranks: tuple[int, ...]) -> str:
+        """The axis of this rank's group of exactly these ranks."""
+        return next(group.axis for group in self._groups.values() if group.ranks == ranks)
+
     def device_mesh(self, *dims: tuple[str, ...]) -> DeviceMesh:
         """A torch DeviceMesh of this rank's block of ranks, one mesh dim for each tuple of axes (outermost first)."""
         every = tuple(axis for axes in dims for axis in axes)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heptad.trace import Transfer, total
@@ -41,12 +42,15 @@ _LIBRARY_OPS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_
 
 
 class LibraryLedger(TorchDispatchMode):
-    """Counts c10d collectives issued while it is active; `phase()` names the phase at that moment.
+    """Counts c10d collectives while it is active, so a library's own are in the table too. Costs a Python call an op.
 
-    `axis_of` maps the number of ranks of the collective's buffers to the axis (an engine has at most two groups).
+    axis_of: axis of the group with these ranks. phase: names the phase at that moment; None where Heptad's own
+    collectives run, which count themselves.
     """
 
-    def __init__(self, ledger: Ledger, axis_of: Callable[[int], str], phase: Callable[[], str]) -> None:
+    def __init__(
+        self, ledger: Ledger, axis_of: Callable[[tuple[int, ...]], str], phase: Callable[[], str | None]
+    ) -> None:
         super().__init__()
         self.ledger, self.axis_of, self.phase = ledger, axis_of, phase
 
@@ -54,17 +58,17 @@ class LibraryLedger(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Count, then run."""
-        if func.namespace == "c10d" and (op := _LIBRARY_OPS.get(func._schema.name.split("::")[1])):
+        if func.namespace == "c10d":
+            op = _LIBRARY_OPS.get(func._schema.name.split("::")[1])
+            assert op is not None, f"{func} is not in the ledger's table of collectives"
             self._count(op, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-        full = args[1] if op == "reduce_scatter" else tensors[0]
-        group = next(
-            arg for arg in args[1:] if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
-        )
-        size = torch.distributed.ProcessGroup.unbox(group).size()
-        num_bytes = sum(t.nbytes for t in tensors) if op == "all_reduce" else full.nbytes
-        if size > 1:
-            self.ledger.record(op, self.axis_of(size), self.phase(), sent_bytes(op, num_bytes, size))
+        full_bytes = args[1].nbytes if op == "reduce_scatter" else sum(tensor.nbytes for tensor in tensors)
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args[1:] if isinstance(arg, torch.ScriptObject))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        phase = self.phase()
+        if len(ranks) > 1 and phase is not None:
+            self.ledger.record(op, self.axis_of(ranks), phase, sent_bytes(op, full_bytes, len(ranks)))

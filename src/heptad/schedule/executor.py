@@ -58,6 +58,7 @@ class Executor:
         rank: int = 0,
     ) -> None:
         self.model, self.engine, self.recompute, self.rank = model, engine, recompute, rank
+        self.phase = "forward"  # of the action under way
         self.backward_from = backward_from  # first unit that has a backward
         self._tapped = [tapped_modules(unit) for unit in model.units]
         self._loose = [
@@ -81,7 +82,7 @@ class Executor:
         """
         step = _Step(self, batches, scale, logits)
         origin = time.perf_counter()
-        for action, phase in zip(program, phases(program), strict=True):
+        for action, self.phase in zip(program, phases(program), strict=True):
             start = time.perf_counter()
             if action.kind in COMPUTE:
                 step.compute(action)
@@ -89,7 +90,7 @@ class Executor:
                 assert update is not None
                 update(step.outputs)
             else:
-                self.engine.act(action, phase)
+                self.engine.act(action, self.phase)
             if record is not None:
                 lane = "compute" if action.kind in COMPUTE or action.kind is Kind.UPDATE else "comm"
                 end = time.perf_counter()

@@ -265,11 +265,9 @@ def _flops(job: Job, num_devices: int, device: torch.device) -> tuple[float | No
     return flops, None if peak is None else peak * num_devices
 
 
-def _predicted(trainer: Trainer) -> tuple[Transfer, ...] | None:
-    """What the formulas say of one step; None where a library communicates."""
+def _predicted(trainer: Trainer) -> tuple[Transfer, ...]:
+    """What the formulas say of one step."""
     parallel, model = trainer.parallel, trainer.parallel.model
-    if trainer.job.layout.engine == "fsdp2":
-        return None
     kind = trainer.device.type
     return tuple(step_traffic(trainer.job, model.unit_specs, model.specs, parallel.recompute, kind))
 

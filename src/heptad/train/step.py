@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from heptad.axes.apply import Parallel, apply, microbatches_of
+from heptad.axes.data.fsdp2 import Fsdp2Engine
 from heptad.axes.data.stages import LOSS_AXES
 from heptad.config.schema import Job
 from heptad.mesh.collectives import all_reduce
 from heptad.mesh.host import host_value
+from heptad.mesh.ledger import LibraryLedger
 from heptad.models.batch import Batch
 from heptad.models.build import Model
 from heptad.optim.build import build_optimizer
@@ -67,10 +70,16 @@ class Trainer:
         self.result: StepResult | None = None
 
     def step(
-        self, step: int, batches: Sequence[Batch], stop: bool = False, record: list[Event] | None = None
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        stop: bool = False,
+        record: list[Event] | None = None,
+        count_library: bool = False,
     ) -> StepResult:
         """Step number `step` (from 1) on this rank's micro-batches; `stop`: this rank asks to stop after it.
 
+        record: gets an Event an action. count_library: the ledger also counts what an engine's library sends (slow).
         Raises NonFinite on every rank when the job says so.
         """
         batches = [batch.to(self.device) for batch in batches]
@@ -81,10 +90,22 @@ class Trainer:
         def update(losses: list[Tensor]) -> None:
             self.result = self._update(step, losses, num_targets, stop)
 
-        self.parallel.executor.run(self.program, batches, 1.0 / max(num_targets, 1), update, record)
+        with self._library_ledger() if count_library else nullcontext():
+            self.parallel.executor.run(self.program, batches, 1.0 / max(num_targets, 1), update, record)
         assert self.result is not None
         num_tokens = sum(batch.ids.numel() for batch in batches) * self.loss_group.size
         return replace(self.result, num_tokens=num_tokens)
+
+    def _library_ledger(self) -> AbstractContextManager[object]:
+        """For an engine whose collectives do not pass `mesh/collectives.py`; Heptad's own count themselves."""
+        if not isinstance(self.engine, Fsdp2Engine):
+            return nullcontext()
+        executor = self.parallel.executor
+
+        def phase() -> str | None:
+            return None if executor.phase == "update" else executor.phase
+
+        return LibraryLedger(self.mesh.ledger, self.mesh.axis_of, phase)
 
     def count_targets(self, batches: Sequence[Batch]) -> int:
         """Targets of the whole global batch: the one denominator of the step."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.tiny import GPT, reference, tiny_batches, tiny_job, worst_error
 
+from heptad.account.traffic import step_traffic
 from heptad.axes.data import cost
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
@@ -40,16 +41,14 @@ def train(rank: int, job: Job) -> list[dict[str, Any]]:
     for step in range(1, STEPS + 1):
         trainer.mesh.ledger.reset()
         batches = tiny_batches(job, layout.data_rank(rank), layout.data_ranks, step)
-        result = trainer.step(step, batches)
+        result = trainer.step(step, batches, count_library=True)
         found = [(s.spec.name, s.start, s.stop, s.grad, s.master.clone()) for s in trainer.engine.shards]
         done.append(
             {"result": result, "shards": [(n, a, b, None if g is None else g.clone(), m) for n, a, b, g, m in found]}
         )
-    if job.layout.engine == "heptad":
-        counted = {
-            key: value for key, value in total(trainer.mesh.ledger.transfers()).items() if key[2].endswith("ward")
-        }
-        done[-1]["counted"], done[-1]["predicted"] = counted, total(trainer.parallel.predicted_traffic())
+    model = trainer.parallel.model
+    done[-1]["counted"] = total(trainer.mesh.ledger.transfers())
+    done[-1]["predicted"] = total(step_traffic(job, model.unit_specs, model.specs, trainer.parallel.recompute))
     return done
 
 
@@ -99,7 +98,8 @@ def test_full_recompute_changes_nothing(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model", [{}, GPT], ids=["llama", "gpt"])
 def test_the_fsdp2_adapter_meets_the_same_contract(layout: dict[str, Any], model: dict[str, Any]) -> None:
     job = tiny_job(model, zero=3, engine="fsdp2", **layout)
-    assert_equal_to_one_device(job, layout.get("dp_replicate", 1) * 2)
+    for rank in assert_equal_to_one_device(job, layout.get("dp_replicate", 1) * 2):
+        assert rank[-1]["predicted"] == rank[-1]["counted"]
 
 
 def resident_bytes(rank: int, job: Job) -> tuple[int, dict[str, int], list[int]]:

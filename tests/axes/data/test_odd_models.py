@@ -8,11 +8,13 @@ import torch
 from tests.tiny import reference, tiny_batches, tiny_job, worst_error
 from torch import Tensor, nn
 
+from heptad.account.traffic import step_traffic
 from heptad.config.schema import Job, ModelSection
 from heptad.launch.forked import forked
 from heptad.models.batch import Batch
 from heptad.models.build import wrap
 from heptad.models.decoder import loss_sum
+from heptad.trace import total
 from heptad.train.step import Trainer
 
 
@@ -139,11 +141,12 @@ def fake_step(rank: int, job: Job) -> tuple[int, float]:
         ids = torch.zeros(1, 11, dtype=torch.int64)
         batches = [Batch(ids, ids, ids, ids, ids, 1, mixed=False) for _ in range(2)]
         result = trainer.step(1, batches)
-    sent = sum(transfer.num_bytes for transfer in trainer.mesh.ledger.transfers() if transfer.phase.endswith("ward"))
-    predicted = sum(transfer.num_bytes for transfer in trainer.parallel.predicted_traffic())
+    model = trainer.parallel.model
+    counted = total(trainer.mesh.ledger.transfers())
+    assert counted == total(step_traffic(job, model.unit_specs, model.specs))
+    sent = sum(num_bytes for _, num_bytes in counted.values())
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    assert sent == predicted
     return sent, result.num_targets
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from heptad.axes.data.buckets import BucketSpec
 from heptad.mesh.layout import Layout
+from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.schedule.action import UnitUse
 from heptad.trace import Transfer
 from heptad.units import sent_bytes
@@ -34,23 +35,55 @@ def traffic(
     """
     found: list[Transfer] = []
 
-    def add(op: str, axis: tuple[str, int], phase: str, full_bytes: int, count: int) -> None:
-        if count and axis[1] > 1:
-            found.append(Transfer(op, axis[0], phase, count * sent_bytes(op, full_bytes, axis[1]), count))
-
     for bucket in buckets:
         params, grads = bucket.numel * param_bytes, bucket.numel * reduce_bytes
         if zero > 0:
             forward, backward = gathers(uses, bucket.index, zero, microbatches, recompute)
-            add("all_gather", shards, "forward", params, forward)
-            add("all_gather", shards, "backward", params, backward)
+            found.append(_repeat("all_gather", shards, "forward", params, forward))
+            found.append(_repeat("all_gather", shards, "backward", params, backward))
         if bucket.trainable and any(bucket.index in use.writes for use in uses):
             if zero == 0:
-                add("all_reduce", replicas, "backward", grads, 1)
+                found.append(_repeat("all_reduce", replicas, "backward", grads, 1))
             else:
-                add("reduce_scatter", shards, "backward", grads, 1 if zero == 1 else microbatches)
-                add("all_reduce", replicas, "backward", grads // shards[1], 1)
-    return found
+                times = 1 if zero == 1 else microbatches
+                found.append(_repeat("reduce_scatter", shards, "backward", grads, times))
+                found.append(_repeat("all_reduce", replicas, "backward", grads // shards[1], 1))
+    return [transfer for transfer in found if transfer.count]
+
+
+def fsdp2_traffic(
+    units: Sequence[UnitSpec],
+    specs: Sequence[ParamSpec],
+    shards: tuple[str, int],
+    replicas: tuple[str, int],
+    microbatches: int,
+    param_bytes: int,
+    reduce_bytes: int,
+) -> list[Transfer]:
+    """The same for `engine = "fsdp2"`: a gather a unit each way, a reduce-scatter and (HSDP) an all-reduce, each time.
+
+    It cuts dim 0 of every parameter into equal parts, so rows are padded to a multiple of the shards.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    found: list[Transfer] = []
+    trainable_below = False
+    for unit in units:
+        own = [by_name[name] for name in unit.params]
+        padded = [-(-spec.shape[0] // shards[1]) * shards[1] * (spec.numel // spec.shape[0]) for spec in own]
+        params = sum(padded) * param_bytes
+        grads = sum(n for n, spec in zip(padded, own, strict=True) if spec.trainable) * reduce_bytes
+        trainable_below = trainable_below or grads > 0
+        found.append(_repeat("all_gather", shards, "forward", params, microbatches))
+        found.append(_repeat("all_gather", shards, "backward", params, microbatches * trainable_below))
+        found.append(_repeat("reduce_scatter", shards, "backward", grads, microbatches * (grads > 0)))
+        found.append(_repeat("all_reduce", replicas, "backward", grads // shards[1], microbatches * (grads > 0)))
+    return [transfer for transfer in found if transfer.count]
+
+
+def _repeat(op: str, axis: tuple[str, int], phase: str, full_bytes: int, count: int) -> Transfer:
+    """`count` collectives on `axis` (name, ranks); none on one rank."""
+    count = count if axis[1] > 1 else 0
+    return Transfer(op, axis[0], phase, count * sent_bytes(op, full_bytes, axis[1]), count)
 
 
 def gathers(

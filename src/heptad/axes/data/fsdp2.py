@@ -42,7 +42,7 @@ class Fsdp2Engine:
         precision = MixedPrecisionPolicy(policy.params, policy.reduce, cast_forward_inputs=False)
         model.module.to(policy.master)
         for unit in dict.fromkeys(model.units):
-            wrapped = fully_shard(unit, mesh=device_mesh, mp_policy=precision)
+            wrapped = fully_shard(unit, mesh=device_mesh, mp_policy=precision, reshard_after_forward=True)
             wrapped.set_gradient_divide_factor(1.0)  # the loss is divided once, gradients are summed
             wrapped.set_force_sum_reduction_for_comms(True)
         model.module.to_empty(device=mesh.device)
