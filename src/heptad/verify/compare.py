@@ -50,9 +50,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`differences` in program order within a step. `relative_error` by parameter: the worst of its gradients' and values'.
+    """`differences` in program order within a step.
 
-    reorder_ratio: bf16 only, distance of all gradients to the reference over the reordered runs' own (else None).
+    relative_error: by parameter, the worst of its gradients' and its values'. reorder_ratio: bf16 only, distance of all
+    gradients to the reference over the reordered runs' own (else None).
     predicted, counted: one entry a kind, of the last applied step; traffic_matches: on every rank and step.
     """
 
@@ -132,7 +133,7 @@ def assemble(ranks: Sequence[Sequence[Piece]]) -> tuple[dict[str, Tensor], list[
             assert start == at, f"{name}: elements [{at}, {start}) are held by no rank or by two"
             at = stop
         assert at == math.prod(shapes[name]), f"{name}: elements from {at} on are held by no rank"
-        assert len({len(tensors) for tensors in held.values()}) == 1, f"{name}: ranges have different numbers of replicas"
+        assert len({len(tensors) for tensors in held.values()}) == 1, f"{name}: some ranges have more replicas"
         if any(not _same_bits(tensors[0], other) for tensors in held.values() for other in tensors[1:]):
             split.append(name)
         whole[name] = torch.cat([held[key][0] for key in sorted(held)]).view(shapes[name])

@@ -24,6 +24,7 @@ from heptad.mesh.collectives import Group
 from heptad.models.batch import Batch
 from heptad.models.build import build
 from heptad.models.spec import ParamSpec
+from heptad.optim.norm import total_norm
 from heptad.schedule import executor as executor_module
 from heptad.schedule.action import Action, Kind
 from heptad.train import step as step_module
@@ -236,7 +237,7 @@ def _dropped_microbatch(fault: Fault, trainer: Trainer) -> None:
 
 
 def _norm_local(fault: Fault, trainer: Trainer) -> None:
-    right = step_module.total_norm
+    right = total_norm
 
     def local(shards: Any, p: float = 2.0) -> Tensor:
         with torch.no_grad():
@@ -263,10 +264,14 @@ KINDS: dict[str, FaultKind] = {
         _dropped_microbatch,
     ),
     "replica_not_summed": FaultKind(
-        "one bucket's gradients are not summed over the replicas of a shard", _heptad_engine(_replicas), _replica_not_summed
+        "one bucket's gradients are not summed over the replicas of a shard",
+        _heptad_engine(_replicas),
+        _replica_not_summed,
     ),
     "stale_gather": FaultKind(
-        "one bucket keeps the parameters that other ranks had before the first update", _heptad_engine(_shards), _stale_gather
+        "one bucket keeps the parameters that other ranks had before the first update",
+        _heptad_engine(_shards),
+        _stale_gather,
     ),
     "norm_local": FaultKind("the gradient norm is not summed over the shards", _shards, _norm_local),
     "param": FaultKind(

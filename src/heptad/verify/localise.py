@@ -1,8 +1,8 @@
 """Which module differs first, and which axis is guilty: both measured, never read off a fault's label.
 
-The module: the first thing beyond its bound in the order a step makes things (outputs of units, loss, gradients from the
-last parameter to the first, norm, parameters after the update). The axis: the same steps are run again with axes turned
-off, one by one, and what heals is guilty; if no single one does, pairs; if no pair does, as few as possible of all. A
+The module: the first thing beyond its bound in the order a step makes things (outputs of units, loss, gradients from
+the last parameter to the first, norm, parameters after the update). The axis: the same steps are run again with axes
+turned off, one by one, and what heals is guilty; if no single one does, pairs; if no pair does, as few as possible. A
 layout with every axis off that still differs has its fault in the model or in the optimizer.
 
 Turned off: dp_replicate and dp_shard -> 1 (the global batch stays, by more accumulation), zero -> 0, accumulation -> 1

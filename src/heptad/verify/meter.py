@@ -33,7 +33,7 @@ class MemoryMeter(TorchDispatchMode):
         """Bytes of the watched storages that are alive now, at their size of now."""
         total = 0
         for key, ref in list(self._storages.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)  # type: ignore[attr-defined]
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._storages[key]
             elif storage.device.type != "meta":

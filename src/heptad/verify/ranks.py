@@ -7,6 +7,7 @@ after the update, a fingerprint of each unit's output, the ledger, and the bytes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,30 +75,42 @@ class Watched(Trainer):
         """Run one step."""
         self.outputs.clear()
         self.mesh.ledger.reset()
-        result = self.step(step, batches)
+        result = self.step(step, batches, count_library=True)
         params = [shard.piece(shard.master.clone()) for shard in self.engine.shards]
         outputs = [[marks[unit] for unit in sorted(marks)] for marks in self.outputs.values()]
         return RankStep(result, self.grads, params, outputs, self.mesh.ledger.transfers())
 
 
 def run_layout(
-    job: Job, tokens: PreparedData, steps: int, faults: Sequence[Fault] = (), timeout_s: float = 120.0
+    job: Job,
+    tokens: PreparedData,
+    steps: int,
+    faults: Sequence[Fault] = (),
+    timeout_s: float = 120.0,
+    metered: bool = False,
 ) -> list[RankReport]:
-    """`job`'s layout on forked gloo ranks; one report a rank, in rank order. Raises RankFailed."""
-    return forked(Layout.of(job.layout).world, _rank, job, tokens, steps, tuple(faults), timeout_s=timeout_s)
+    """`job`'s layout on forked gloo ranks; one report a rank, in rank order. Raises RankFailed.
+
+    metered: bytes of live storages are followed too (else they are 0), which doubles the time of a small step.
+    """
+    world = Layout.of(job.layout).world
+    return forked(world, _rank, job, tokens, steps, tuple(faults), metered, timeout_s=timeout_s)
 
 
-def _rank(rank: int, job: Job, tokens: PreparedData, steps: int, faults: tuple[Fault, ...]) -> RankReport:
+def _rank(
+    rank: int, job: Job, tokens: PreparedData, steps: int, faults: tuple[Fault, ...], metered: bool
+) -> RankReport:
     torch.manual_seed(rank)  # whatever is drawn and not keyed differs between ranks, and shows
     layout = Layout.of(job.layout)
-    with MemoryMeter() as meter:
+    meter = MemoryMeter()
+    with meter if metered else nullcontext():
         trainer = Watched(job, rank)
     for fault in faults:
         fault.plant(trainer)
     loader = Loader(job, layout.data_rank(rank), layout.data_ranks, tokens)
     done = [trainer.watch(step, loader.step(step - 1)) for step in range(1, steps)]
     resident = meter.current_bytes()
-    with meter:
+    with meter if metered else nullcontext():
         meter.reset_peak()
         done.append(trainer.watch(steps, loader.step(steps - 1)))
     return RankReport(layout.coords(rank), layout.data_rank(rank), done, resident, meter.peak_bytes)

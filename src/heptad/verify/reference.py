@@ -1,10 +1,10 @@
 """The one-device run that a layout is compared with: plain autograd, no taps, no engine, no executor.
 
-Each step: the global batch in its micro-batches; loss = Σ token losses / Σ targets; every gradient by ordinary autograd,
-summed in the job's reduction dtype; the norm over all of them. Then the update, by optimizers of the reference's own
-(`update.py`), *from the gradients the layout got*: they have been compared already, and an optimizer that divides by a
-gradient's size (Adam where the true gradient is zero, as for a key's bias) would turn two roundings into two updates. So
-each step proves one link: same parameters -> same gradients; same gradients -> same parameters. No drift builds up.
+Each step: the global batch in its micro-batches; loss = Σ token losses / Σ targets; every gradient by autograd, summed
+in the job's reduction dtype; the norm over all of them. Then the update, by optimizers of its own (`update.py`), *from
+the gradients the layout got*: they have been compared already, and an optimizer that divides by a gradient's size
+(Adam where the true gradient is zero, as for a key's bias) would turn two roundings into two updates. So each step
+proves two links: same parameters -> same gradients; same gradients -> same parameters. No drift builds up.
 
 `reordered` runs the same step with its sums in another order, for the bound of bf16 (`compare.py` argues it).
 """
@@ -74,8 +74,8 @@ class Reference:
     def reordered(self, step: int) -> list[Figures]:
         """The same step with sums in another order: sequences reversed and in one batch; features reversed as well.
 
-        Reversing a logical dim ("width", "mlp") of every parameter that has it is the same function of the batch. Dropout
-        is keyed by feature, so with dropout the width stays as it is.
+        Reversing a logical dim ("width", "mlp") of every parameter that has it is the same function of the batch.
+        Dropout is keyed by feature, so with dropout the width stays as it is.
         """
         batches = self.batches(step)
         joined = [_joined(list(reversed(batches)))]
@@ -132,5 +132,5 @@ def _norm(grads: Grads) -> float:
 
 def _joined(batches: list[Batch]) -> Batch:
     names = ("ids", "labels", "positions", "documents", "index")
-    parts = [torch.cat([getattr(batch, name) for batch in batches]) for name in names]
-    return Batch(*parts, batches[0].step)
+    parts = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    return Batch(step=batches[0].step, mixed=None, **parts)

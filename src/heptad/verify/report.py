@@ -86,7 +86,8 @@ def _traffic(comparison: Comparison) -> list[str]:
     rows = []
     for key in sorted({*comparison.predicted, *comparison.counted}):
         expected, seen = (side.get(key, (0, 0)) for side in (comparison.predicted, comparison.counted))
-        rows.append([*key, *(str(value) for value in (expected[0], seen[0], expected[1], seen[1])), _mark(expected == seen)])
+        figures = (expected[0], seen[0], expected[1], seen[1])
+        rows.append([*key, *map(str, figures), _mark(expected == seen)])
     head = ("axis", "op", "phase", "count predicted", "counted", "bytes predicted", "counted", "")
     if not rows:
         return ["traffic of a step: none (one rank)"]
@@ -105,7 +106,7 @@ def _results(verdict: Verdict, comparison: Comparison) -> list[str]:
     ]
     lines = table(("compared with one device", "worst relative error", "where", ""), rows)
     if comparison.reorder_ratio is not None:
-        lines.append(f"distance to one device over that of its own reordered sums: {comparison.reorder_ratio:.2f} (≤ 2)")
+        lines.append(f"distance to one device over that of its reordered sums: {comparison.reorder_ratio:.2f} (≤ 2)")
     losses = " ".join(f"{loss:.6f}" for loss in comparison.losses)
     lines.append(f"losses: {losses}")
     resident, peak = human_bytes(verdict.resident_bytes), human_bytes(verdict.peak_bytes)

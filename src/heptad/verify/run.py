@@ -1,7 +1,7 @@
 """`heptad verify`: shrink the job, run its layout on local ranks and on one device, compare, and say who is guilty.
 
-Read next: `shrink.py` (what is run), `reference.py` (what is right), `ranks.py` (what is tested), `compare.py` (bounds),
-`localise.py` (who is guilty), `faults.py` (the proof that this catches something), `report.py` (what is printed).
+Read next: `shrink.py` (what is run), `reference.py` (what is right), `ranks.py` (what is tested), `compare.py`
+(bounds), `localise.py` (who is guilty), `faults.py` (the proof that this catches something), `report.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def examine(
     for note in shrunk.notes:
         print(note, file=sys.stderr)
     start = time.monotonic()
-    comparison, reports, failure = attempt(job, tokens, steps, faults, timeout_s)
+    comparison, reports, failure = attempt(job, tokens, steps, faults, timeout_s, metered=True)
     print(f"ran {job_line(job)}: {steps} steps in {time.monotonic() - start:.1f} s", file=sys.stderr)
     wrong = comparison is None or bool(comparison.differences)
     blame = None
@@ -84,11 +84,16 @@ def examine(
 
 
 def attempt(
-    job: Job, tokens: PreparedData, steps: int, faults: Sequence[Fault], timeout_s: float
+    job: Job,
+    tokens: PreparedData,
+    steps: int,
+    faults: Sequence[Fault] = (),
+    timeout_s: float = TIMEOUT_S,
+    metered: bool = False,
 ) -> tuple[Comparison | None, list[RankReport], str | None]:
     """One run of a layout against a fresh reference; without a comparison when a rank failed (then its report)."""
     try:
-        reports = run_layout(job, tokens, steps, faults, timeout_s)
+        reports = run_layout(job, tokens, steps, faults, timeout_s, metered)
     except RankFailed as error:
         return None, [], str(error)
     return compare(job, Reference(job, tokens), reports, steps), reports, None

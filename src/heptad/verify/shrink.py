@@ -86,7 +86,7 @@ def _model(model: ModelSection) -> ModelSection:
     group = model.heads // model.kv_heads
     kv_heads = min(model.kv_heads, 2 if group <= 4 else 1)
     layers = min(model.layers, LAYERS)
-    frozen = tuple(re.sub(r"(?<=blocks\.)\d+", lambda found: str(int(found[0]) % layers), item) for item in model.frozen)
+    frozen = [re.sub(r"(?<=blocks\.)\d+", lambda found: str(int(found[0]) % layers), item) for item in model.frozen]
     return model.model_copy(
         update={
             "preset": None,

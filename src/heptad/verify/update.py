@@ -1,4 +1,4 @@
-"""The reference's optimizers: whole tensors, plain torch operations, one parameter at a time. Shares no code with `optim`.
+"""The reference's optimizers: whole tensors, plain torch operations, one parameter at a time, none of `optim`'s code.
 
 AdamW: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. SGD with momentum: as torch defines it (buf = μ·buf + g,
 decay in the gradient). Muon: Jordan et al., with Nesterov momentum and five Newton–Schulz steps. Tests compare the
