@@ -2,7 +2,7 @@
 
 It has torch's own layers, a bare parameter (`gain`) and a frozen table; it trains under any data layout:
 
-    python examples/custom_model.py
+    python examples/custom_model.py                     # or with overrides: layout.zero=2 train.steps=100
     python -m heptad train debug --set model.class=examples.custom_model:TokenShift
 """
 
@@ -74,6 +74,8 @@ class TokenShift(nn.Module):
 
 
 if __name__ == "__main__":
+    import sys
+
     from heptad import api
 
-    api.train("debug", model=TokenShift)
+    api.train("debug", model=TokenShift, sets=sys.argv[1:] or ["layout.dp_shard=2", "train.steps=20"])

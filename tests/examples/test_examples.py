@@ -1,0 +1,72 @@
+"""Every example runs as its docstring says, in a process of its own, at tiny sizes, and prints what it is for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")  # as pyproject.toml: ranks are forked
+TESTED = {"collectives.py", "custom_model.py", "data.py"}
+
+
+def _run(script: str, *arguments: str) -> str:
+    command = [sys.executable, *WARNINGS, str(ROOT / "examples" / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested_and_short() -> None:
+    found = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
+    assert set(found) == TESTED
+    assert max(found.values()) <= 120 and found["data.py"] <= 80
+
+
+def test_collectives_prints_formula_ledger_and_wire() -> None:
+    out = _run("collectives.py", "--ranks", "3", "--mb", "0.3")
+    rows = re.findall(r"^(\w+) +(\S+) +([\d,]+) +([\d,]+) +([\d,]+|no counter)  (\S+)$", out, re.MULTILINE)
+    assert [row[0] for row in rows] == [
+        "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send",
+    ]  # fmt: skip
+    whole = 300_000
+    expected = {"4/3": whole * 4 // 3, "2/3": whole * 2 // 3, "1": whole}
+    for _, fraction, formula, ledger, wire, _ in rows:
+        assert int(formula.replace(",", "")) == int(ledger.replace(",", "")) == expected[fraction]
+        if (
+            wire != "no counter"
+        ):  # at least what must travel: (N-1)/N of S for the smallest; more if others use loopback
+            assert int(wire.replace(",", "")) >= whole * 2 // 3
+    assert "formula == ledger on every rank" in out
+
+
+def test_data_shows_what_each_stage_holds_and_sends() -> None:
+    out = _run("data.py", "--ranks", "4", "--micro-batches", "2")
+    stages = out.strip().split("\n\n")
+    assert [stage.split(":")[0] for stage in stages] == ["stage 0", "stage 1", "stage 2", "stage 3", "HSDP"]
+    assert len(set(re.findall(r"loss (\S+)", out))) == 1
+    held = [re.search(r"^ +0 +([\d,]+) +([\d,]+) +([\d,]+)", stage, re.MULTILINE) for stage in stages]
+    params, grads, moments = zip(*[[int(n.replace(",", "")) for n in row.groups()] for row in held if row], strict=True)
+    whole = params[0]
+    assert params == (whole, whole, whole, whole // 4, whole // 2)
+    assert grads == (whole, whole, whole // 4, whole // 4, whole // 2)
+    assert moments[0] > moments[1] == moments[2] == moments[3]  # padding of a bucket is in no moment
+    assert "reduce_scatter" not in stages[0] and "all_gather" not in stages[0]
+    for number, stage in enumerate(stages[1:], 1):
+        assert ("all_gather dp_shard (backward)" in stage) == (number >= 3)
+    assert "all_reduce dp_replicate (backward)" in stages[4]
+
+
+def test_a_custom_model_trains_on_two_ranks(tmp_path: Path) -> None:
+    sets = ["layout.dp_shard=2", "model.layers=2", "train.steps=3", "train.global_batch=4", "data.max_bytes=100_000"]
+    sets += [f"data.cache_dir={tmp_path}/cache", f"log.dir={tmp_path}/runs", "log.name=own", "optimizer.lr=0.01"]
+    out = _run("custom_model.py", *sets)
+    assert "done: step 3" in out
+    lines = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    resolved = (tmp_path / "runs/own/job.toml").read_text()
+    assert "TokenShift" in resolved
