@@ -55,5 +55,5 @@ def test_a_diary_survives_its_process(tmp_path: Path) -> None:
     diary.saved("b")
     found = Diary.read(tmp_path / "diary")
     assert (found.step, found.checkpoint) == (7, "b")
-    assert stopped("Ctrl-C", found).startswith("stopped by Ctrl-C at step 7. To resume from b,")
+    assert stopped("Ctrl-C", found) == "stopped by Ctrl-C at step 7; b"
     assert "starts afresh" in stopped("SIGTERM", Diary())

@@ -87,7 +87,7 @@ def test_a_stopped_job_says_how_to_resume(tmp_path: Path, temporary_folder: Path
     assert launcher.wait() == 128 + number
     assert alive(pids) == [] and not list(temporary_folder.iterdir())
     lines = launcher.stderr.strip().splitlines()
-    assert lines[0] == f"stopped by {cause} at step 12. To resume from runs/demo/step-00000010," and len(lines) == 2
+    assert lines[0] == f"stopped by {cause} at step 12; runs/demo/step-00000010" and len(lines) == 1
 
 
 def test_a_rank_that_saves_before_it_stops_is_waited_for(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_rank_that_saves_before_it_stops_is_waited_for(tmp_path: Path) -> None
     launcher.pids(2)
     os.killpg(launcher.pid, signal.SIGINT)
     assert launcher.wait() == 130
-    assert launcher.stderr.strip().startswith("stopped by Ctrl-C at step 13. To resume from step 13")
+    assert launcher.stderr.strip().startswith("stopped by Ctrl-C at step 13; step 13")
 
 
 def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from heptad.axes.data.engine import DataEngine
-from heptad.axes.data.fsdp2 import Fsdp2Engine
 from heptad.axes.data.stages import LOSS_AXES, data_rule, replica_axes, shard_axes
 from heptad.config.schema import Job
 from heptad.mesh.device import Mesh
@@ -26,7 +26,8 @@ from heptad.schedule.check import check
 from heptad.schedule.executor import Executor
 from heptad.schedule.lower import lower
 
-AnyEngine = DataEngine | Fsdp2Engine
+if TYPE_CHECKING:
+    from heptad.axes.data.fsdp2 import Fsdp2Engine
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Parallel:
     mesh: Mesh
     model: Model
     policy: Policy
-    engine: AnyEngine
+    engine: DataEngine | Fsdp2Engine
     executor: Executor
     recompute: frozenset[int]
 
@@ -80,7 +81,9 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
     policy = Policy.of(job.precision, device.type)
     model = build(job) if model is None else model
     if job.layout.engine == "fsdp2":
-        engine: AnyEngine = Fsdp2Engine(model, mesh, policy, job.train.seed)
+        from heptad.axes.data.fsdp2 import Fsdp2Engine  # a second of imports that only this engine needs
+
+        engine: DataEngine | Fsdp2Engine = Fsdp2Engine(model, mesh, policy, job.train.seed)
     else:
         shards, replicas = mesh.group(*shard_axes(zero)), mesh.group(*replica_axes(zero))
         engine = DataEngine(model, zero, shards, replicas, policy, device, job.layout.bucket_mb, job.train.seed)

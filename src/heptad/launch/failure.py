@@ -38,7 +38,7 @@ class Diary:
             os.pwrite(self._file, f"{step:<{_STEP_WIDTH}d}\n".encode(), 0)
 
     def saved(self, checkpoint: Path | str) -> None:
-        """`checkpoint` is committed (or was resumed from)."""
+        """A step is committed (or was resumed from); `checkpoint` says which, and how to go on from it."""
         self.checkpoint = str(checkpoint)
         if self._file is not None:
             os.pwrite(self._file, f"{self.checkpoint}\n".encode(), _STEP_WIDTH + 1)
@@ -140,7 +140,4 @@ def stopped(cause: str, diary: Diary) -> str:
     where = "before the first step" if diary.step is None else f"at step {diary.step}"
     if diary.checkpoint is None:
         return f"stopped by {cause} {where}. No checkpoint was saved (checkpoint.every), so the next run starts afresh."
-    return (
-        f"stopped by {cause} {where}. To resume from {diary.checkpoint},\n"
-        'run the same command again (checkpoint.resume = "auto" or "must").'
-    )
+    return f"stopped by {cause} {where}; {diary.checkpoint}"

@@ -128,6 +128,8 @@ def _ranks(world: int, call: tuple[Any, ...], port: int) -> int:
 
 def _launch(world: int, call: tuple[Any, ...], port: int, folder: Path, guard: Guard) -> dict[int, str]:
     fork = call[1].cluster.preset == "cpu" or not torch.cuda.is_available()
+    if fork:
+        importlib.import_module(call[0].partition(":")[0])  # once, here, not once a rank
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -82,7 +82,7 @@ def run(
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
         loop.diary = diary or Diary()
         if found.reader is not None:
-            loop.diary.saved(f"step {found.reader.step} in {folder.checkpoints}")
+            loop.diary.saved(_how_to_resume(folder, found.reader.step))
         loop.trace, loop.ledger = trace, ledger
         return loop.run()
 
@@ -208,7 +208,7 @@ class _Loop:
         for note in save_state(self.trainer, self.loader, self.folder, self.counts, self.world):
             self.display.say(note)
         self.saved_step = self.counts.step
-        self.diary.saved(f"step {self.saved_step} in {self.folder.checkpoints}")
+        self.diary.saved(_how_to_resume(self.folder, self.saved_step))
 
     def _finish(self, result: StepResult | None) -> Outcome:
         """Last validation, checkpoint, sample and picture; after a stop only what resuming needs."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from heptad.axes.apply import Parallel, apply, microbatches_of
-from heptad.axes.data.fsdp2 import Fsdp2Engine
 from heptad.axes.data.stages import LOSS_AXES
 from heptad.config.schema import Job
 from heptad.mesh.collectives import all_reduce
@@ -98,7 +97,7 @@ class Trainer:
 
     def _library_ledger(self) -> AbstractContextManager[object]:
         """For an engine whose collectives do not pass `mesh/collectives.py`; Heptad's own count themselves."""
-        if not isinstance(self.engine, Fsdp2Engine):
+        if not self.engine.library_communicates:
             return nullcontext()
         executor = self.parallel.executor
 

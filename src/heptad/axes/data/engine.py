@@ -25,9 +25,11 @@ class DataEngine:
     """Owns every parameter of `model` on this rank: makes the buffers, fills them with keyed initial values.
 
     uses_taps: weight gradients come through the sink (False: autograd writes `.grad`, see `fsdp2.py`).
+    library_communicates: collectives do not pass `mesh/collectives.py`, so the ledger needs `LibraryLedger`.
     """
 
     uses_taps = True
+    library_communicates = False
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class Fsdp2Engine:
     """Same parameters, same initial values, same gradients as `DataEngine` at stage 3 (and HSDP)."""
 
     uses_taps = False
+    library_communicates = True
 
     def __init__(self, model: Model, mesh: Mesh, policy: Policy, seed: int) -> None:
         self.model, self.mesh, self.seed = model, mesh, seed
