@@ -36,6 +36,7 @@ from heptad.optim.schedule import past_end
 from heptad.precision.dtypes import dtypes_of
 from heptad.report.loss import loss_svg
 from heptad.trace import Event, Transfer
+from heptad.train.agreement import digest_of, require_same, require_same_replicas
 from heptad.train.metrics import Meter, Metrics, read_metrics
 from heptad.train.outcome import Outcome
 from heptad.train.progress import Display
@@ -76,6 +77,8 @@ def run(
         barrier(world, PREPARE_TIMEOUT_S)
         state = None if found.reader is None else found.reader.meta["loader"]
         loader = Loader(job, layout.data_rank(rank), layout.data_ranks, tokens, state)
+        hint = "give every node the same files, or one data.cache_dir that all of them see"
+        require_same("the tokens", digest_of(loader.digest), world, device, hint)
         notes = (*found.notes, *loader.progress.notes) if found.reader is not None else found.notes[1:]
         for note in (*notes, summary(job, derived(job))):
             shown.say(note)
@@ -120,6 +123,7 @@ class _Loop:
         )
         self.trainer = Trainer(self.job, world.index, device, model)
         self.counts = Counts() if reader is None else restore(self.trainer, reader)
+        require_same_replicas(self.trainer)
         self.start = self.saved_step = self.counts.step
         events = folder.path / "tb" if self.job.log.tensorboard else None
         self.metrics = Metrics(folder.metrics, self.start, world.index == 0, events)
