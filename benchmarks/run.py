@@ -1,0 +1,114 @@
+"""`make bench`: measure every line of the table on this machine and write docs/benchmarks.md.
+
+    python -m benchmarks.run                  all lines (under 20 minutes on 2 cores); writes docs/benchmarks.md
+    python -m benchmarks.run --only stage3    one line, printed, nothing written; may be given more than once
+    python -m benchmarks.run --quick          fewer repetitions: does it run, not how fast it is; nothing written
+
+Lines that need root (a cluster in a box) are reported as not measured without it. Exit code 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import lines, link, netbox
+from benchmarks.lines import Effort, Row
+
+LINES: dict[str, Callable[[Effort], list[Row]]] = {
+    "stage0": lines.stage0,
+    "stage3": lines.stage3,
+    "slow-link": link.slow_link,
+    "hsdp": link.hybrid,
+    "memory": lines.memory,
+    "wire": link.wire,
+    "whole-step": lines.whole_step,
+    "executor": lines.executor,
+    "start-up": lines.start_up,
+}
+NEED_BOX = ("slow-link", "hsdp", "wire")
+CAUSES: dict[str, str] = {}
+"""Beginning of a row's `what` -> why its target is missed, as found by profiling."""
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+HEADER = """# Benchmarks
+
+Written by `make bench` (`benchmarks/run.py`). Contenders run inside the same processes in short turns (A B B A …); a
+figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
+(`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
+(`benchmarks/peers.py`). Smaller is better everywhere.
+"""
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    system = f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    return (
+        f"{os.cpu_count()} cores ({cpu}), {system}, torch {torch.__version__}, gloo, fp32, one thread a rank; "
+        f"load average at the start {load}."
+    )
+
+
+def cells(row: Row) -> list[str]:
+    """A row as the table's cells."""
+    holds = {True: "yes", False: "**no**", None: "stated"}[row.holds]
+    target = "" if row.limit is None else f"≤ {row.limit:g}{row.unit}"
+    if row.upper_limit is not None:
+        target += f", bound ≤ {row.upper_limit:g}"
+    cause = next((text for start, text in CAUSES.items() if row.what.startswith(start)), "")
+    note = f"{row.note}. {cause}" if row.holds is False and cause else row.note
+    upper = "" if row.upper is None else f"{row.upper:.3f}"
+    return [row.what, f"{row.value:.3f}{row.unit}", upper, target, holds, note]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    head = ["what", "figure", "95 % bound", "target", "holds", "behind it"]
+    every = [head, ["---"] * len(head), *(cells(row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in every)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, measure, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=list(LINES), help="measure this line only")
+    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    asked = parser.parse_args(argv)
+    effort = Effort(1, 3, 1) if asked.quick else Effort()
+    described, began = machine(), time.monotonic()
+    rows, unmeasured, problem = [], [], netbox.missing()
+    for name in asked.only or LINES:
+        if name in NEED_BOX and problem is not None:
+            print(f"{name}: not measured: {problem}", file=sys.stderr)
+            unmeasured.append(name)
+            continue
+        start = time.monotonic()
+        found = LINES[name](effort)
+        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+        for row in found:
+            print(" | ".join(cells(row)), flush=True)
+        rows += found
+    minutes = (time.monotonic() - began) / 60
+    if not (asked.only or asked.quick):
+        missing = f"\nNot measured ({problem}): {', '.join(unmeasured)}.\n" if unmeasured else ""
+        text = f"{HEADER}\nMachine: {described}\n\n{table(rows)}\n{missing}\nThe whole run took {minutes:.0f} minutes.\n"
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(text, encoding="utf-8")
+        print(f"written: {PAGE}", file=sys.stderr)
+    return 1 if any(row.holds is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
