@@ -3,9 +3,9 @@
 Gradients and parameters are put together from the ranks' pieces: they must cover every element exactly once per
 replica, and replicas must agree bit for bit. Relative error of a tensor: max|a - b| over its scale, max|b|.
 
-Bounds. fp64: 1e-10, fp32: 1e-5. A gradient that is zero by nature (a key's bias) is rounding noise in both, so a scale
-is never less than ε/bound of the largest in the model (2e-6 and 1e-2): what one rounding of the largest gradient can do
-is no error.
+Bounds. fp64: 1e-10, fp32: 1e-5. A gradient that is zero by nature (a key's bias; a query whose only target is the first
+position) is rounding noise in both, so a scale is never less than 8 ε/bound of the largest in the model (2e-5; 0.1): what
+eight roundings of the largest gradient can do is no error. Noise is below one, a planted fault above ten thousand.
 
 bf16 has no such constant: its errors depend on the model. The bound is measured: the same step on one device with the
 same parameters, its sums only reordered (`Reference.reordered`), gives figures that are as right as the reference's.
@@ -35,6 +35,8 @@ from heptad.verify.reference import Figures, Reference
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BF16_ROUNDING = 2.0**-8
 BF16_FACTOR = 2.0
+ROUNDINGS = 8
+"""Roundings of the model's largest gradient that are never an error of a small one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class Judge:
 
     def _exact(self, name: str, value: Tensor, right: dict[str, Tensor]) -> float:
         largest = max(float(tensor.abs().max()) for tensor in right.values())
-        floor = torch.finfo(self.reference.policy.master).eps / self.bound * largest
+        floor = torch.finfo(self.reference.policy.master).eps / self.bound * ROUNDINGS * largest
         scale = max(float(right[name].abs().max()), floor, 1e-300)
         error = float((value.double() - right[name].double()).abs().max()) / scale
         error = error if math.isfinite(error) else math.inf

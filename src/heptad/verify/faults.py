@@ -297,7 +297,8 @@ def parse(words: tuple[str, ...], job: Job, steps: int) -> list[Fault]:
 def _one(word: str, job: Job, steps: int) -> Fault:
     kind, _, aim = word.partition(":")
     if kind not in KINDS or bool(aim) != (kind == _AIMED):
-        close = nearest(word, names()) or nearest(kind, names()) or names()[0]
+        forms = {name.partition(":")[0]: name for name in names()}
+        close = forms[kind] if kind in forms else nearest(word, names()) or names()[0]
         raise ConfigError.of("--inject", word, f"a fault is one of {', '.join(names())}", f"did you mean {close!r}?")
     home = KINDS[kind].home(job)
     if isinstance(home, str):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heptad.config.schema import DtypeName, Job
+from heptad.config.schema import Job
 from heptad.launch.forked import RankFailed
 from heptad.loader.prepare import PreparedData
 from heptad.loader.synthetic import synthetic
@@ -50,22 +50,30 @@ class Verdict:
 def verify(job: Job, steps: int = 3, full: bool = False, inject: Sequence[str] = (), as_json: bool = False) -> int:
     """The verb: prints the result on stdout, returns 0 when everything agrees, 1 when not. Raises ConfigError."""
     shrunk = shrink(job, steps, full)
-    verdict = examine(shrunk, steps, inject, FULL_TIMEOUT_S if full else TIMEOUT_S)
+    verdict = examine(shrunk, steps, inject, FULL_TIMEOUT_S if full else TIMEOUT_S, metered=True)
     print(as_json_line(verdict) if as_json else as_text(verdict))
     return 0 if verdict.ok else 1
 
 
 def examine(
-    shrunk: Shrunk, steps: int, inject: Sequence[str] = (), timeout_s: float = TIMEOUT_S, localise: bool = True
+    shrunk: Shrunk,
+    steps: int,
+    inject: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
+    localise: bool = True,
+    metered: bool = False,
 ) -> Verdict:
-    """Run and compare the job as it is (`shrink` first); on a difference, find the module and the guilty axis."""
+    """Run and compare the job as it is (`shrink` first); on a difference, find the module and the guilty axis.
+
+    localise False: no runs with axes turned off. metered: see `ranks.run_layout`.
+    """
     job = shrunk.job
     faults = parse(tuple(inject), job, steps)
     tokens = synthetic(job)
     for note in shrunk.notes:
         print(note, file=sys.stderr)
     start = time.monotonic()
-    comparison, reports, failure = attempt(job, tokens, steps, faults, timeout_s, metered=True)
+    comparison, reports, failure = attempt(job, tokens, steps, faults, timeout_s, metered)
     print(f"ran {job_line(job)}: {steps} steps in {time.monotonic() - start:.1f} s", file=sys.stderr)
     wrong = comparison is None or bool(comparison.differences)
     blame = None
@@ -97,11 +105,6 @@ def attempt(
     except RankFailed as error:
         return None, [], str(error)
     return compare(job, Reference(job, tokens), reports, steps), reports, None
-
-
-def check_layout(job: Job, steps: int = 2, params: DtypeName = "fp64", inject: Sequence[str] = ()) -> Verdict:
-    """For tests and callers with a small job of their own: no shrinking, only the dtype is set."""
-    return examine(shrink(job, steps, full=True, params=params), steps, inject)
 
 
 def job_line(job: Job) -> str:
