@@ -1,7 +1,7 @@
 """Pairwise covers: a few combinations of factors in which every pair of levels that can occur together does occur.
 
-Most faults of a layout need one or two conditions at once, so the cover finds them in a twentieth of the runs; the whole
-product runs under `slow`. Deterministic: the same factors give the same combinations.
+Most faults of a layout need one or two conditions at once, so the cover finds them in a twentieth of the runs; the
+whole product runs under `slow`. Deterministic: the same factors give the same combinations.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ def test_every_layout(item: dict[str, Any]) -> None:
 
 
 def test_both_counts_are_printed(record_property: Callable[[str, object], None]) -> None:
-    record_property("summary", f"verify: pairwise cover {len(COVER)} of {len(WHOLE)} layouts (`-m slow` runs the others)")
+    record_property(
+        "summary", f"verify: pairwise cover {len(COVER)} of {len(WHOLE)} layouts (`-m slow` runs the others)"
+    )
     assert 16 <= len(COVER) < len(WHOLE) == 336
 
 
@@ -43,7 +45,7 @@ VARIANTS = {
     "qk_norm-dropout-recompute": dict(
         model=dict(qk_norm=True, dropout=0.1, attention_dropout=0.1), recompute=dict(mode="full"), zero=3
     ),
-    "frozen": dict(model=dict(frozen=["embed.*", "blocks.0.mlp.*"]), zero=2),
+    "frozen": dict(model=dict(frozen=("embed.*", "blocks.0.mlp.*")), zero=2),
     "muon": dict(optimizer=dict(name="muon", muon_lr=0.05), zero=1, ranks=4, hsdp=True),
     "sgd-prefetch": dict(optimizer=dict(name="sgd", momentum=0.9), layout=dict(prefetch=2, bucket_mb=0.002), zero=3),
     "no-prefetch-bf16-muon": dict(

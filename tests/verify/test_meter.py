@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from heptad.verify.meter import MemoryMeter
+
+
+def test_known_allocations_and_their_end() -> None:
+    with MemoryMeter() as meter:
+        a = torch.zeros(1000, dtype=torch.float64)
+        assert meter.current_bytes() == meter.peak_bytes == 8000
+        view = a.view(10, 100)[3:]
+        assert meter.current_bytes() == 8000  # one storage, counted once
+        b = a + 1
+        assert meter.current_bytes() == meter.peak_bytes == 16000
+        del a
+        assert meter.current_bytes() == 16000  # the view keeps the storage
+        del view
+        assert (meter.current_bytes(), meter.peak_bytes) == (8000, 16000)
+        meter.reset_peak()
+        assert meter.peak_bytes == 8000
+        del b
+    assert meter.current_bytes() == 0
+
+
+def test_a_storage_resized_in_place_is_followed() -> None:
+    meter = MemoryMeter()
+    with meter:
+        full = torch.ones(512)
+        full.untyped_storage().resize_(0)
+        assert meter.current_bytes() == 0
+        full.untyped_storage().resize_(2048)
+        assert meter.sample() == 2048 == meter.peak_bytes
+        full.fill_(2.0)
+    assert meter.current_bytes() == 2048
+
+
+def test_what_autograd_keeps_is_seen_and_freed() -> None:
+    weight = torch.ones(64, 64, requires_grad=True)
+    with MemoryMeter([weight]) as meter:
+        before = meter.current_bytes()
+        assert before == weight.nbytes
+        loss = (weight.exp() * 2).sum()
+        assert meter.current_bytes() >= before + weight.nbytes  # exp keeps its output
+        loss.backward()
+        del loss
+        gc.collect()
+        assert weight.grad is not None and meter.current_bytes() == before + weight.grad.nbytes
+
+
+def test_meta_tensors_hold_nothing() -> None:
+    with MemoryMeter() as meter:
+        torch.zeros(1 << 20, device="meta") + 1
+        assert meter.peak_bytes == 0
