@@ -61,6 +61,20 @@ def test_help_lists_the_verbs_that_exist(heptad: Heptad) -> None:
     assert code == 0 and {"train", "verify", "timeline", "data", "plan"} <= listed
 
 
+def test_a_class_in_the_current_folder_is_found_and_tried_before_a_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self, section):\n        super().__init__()\n"
+    )
+    program = "import sys; del sys.path[0]; from heptad.cli.main import main; main()"
+    args = ["train", "debug", "--set", "model.class=mine:Net", "--set", "layout.dp_shard=2"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args],
+        cwd=tmp_path, env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "must have units()" in done.stderr, done.stderr
+    assert "ranks  " not in done.stderr and not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("verb", ["train", "verify", "timeline", "data", "plan"])
 @pytest.mark.parametrize("args", [["debgu"], ["debug", "--set", "layout.tp=4"], ["debug", "--set", "train.stesp=4"]])
 def test_c_117_a_bad_job_exits_2_on_one_screen_before_anything_starts(

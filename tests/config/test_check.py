@@ -131,6 +131,12 @@ def test_full_recompute_is_built() -> None:
         ("data.prompt_field", ["data.prompt_field=question"]),
         ("train.val_batches", ["data.val_fraction=0", "train.val_batches=3"]),
         ("cluster.preset", ["cluster.file=pyproject.toml"]),
+        ("data.seed", ["data.shuffle=false", "data.seed=3"]),
+        ("data.sources[0].weight", ["data.sources=[{name='a', path='b', weight=2.0}]"]),
+        ("checkpoint.keep", ["checkpoint.keep=5"]),
+        ("optimizer.betas", [
+            "optimizer.roles={matrix='sgd', embedding='sgd', head='sgd', norm='sgd', bias='sgd'}",
+            "optimizer.betas=[0.9, 0.99]"]),
     ],
 )  # fmt: skip
 def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) -> None:
@@ -148,6 +154,9 @@ def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) 
         ["optimizer.clip_norm=1e-3"],
         ["optimizer.clip_norm=none", "layout.engine=fsdp2"],
         ["data.path=here", "data.text_field=body", "data.prompt_field=question"],
+        ["data.shuffle=false"],
+        ["data.sources=[{name='a', path='b', weight=2.0}, {name='b', path='b'}]"],
+        ["checkpoint.keep=5", "checkpoint.every=1"],
         ["precision.params=bf16", "precision.reduce=bf16"],
         ["precision.params=fp64", "precision.reduce=fp64"],
         ["precision.reduce=fp32"],
@@ -174,6 +183,7 @@ def test_legal_jobs_pass(sets: list[str]) -> None:
         ("layout.order", "pp-dp_replicate-dp_shard-cp-tp", ["layout.order=tp-tp-cp-pp-dp_shard"]),
         ("layout.ep", "ep × etp = 2 or 4", ["layout.dp_shard=4", "layout.ep=3"]),
         ("layout.zero", "zero = 3", ["layout.engine=fsdp2", "layout.zero=2"]),
+        ("model.tied", 'engine = "heptad"', ["layout.engine=fsdp2", "model.tied=true"]),
         ("precision.reduce", "fp64", ["precision.params=fp64", "precision.reduce=fp32"]),
         ("precision.reduce", "fp32", ["precision.params=fp32", "precision.reduce=bf16"]),
         ("precision.reduce", "fp32", ["precision.params=fp32", "precision.reduce=fp64"]),

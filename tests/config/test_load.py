@@ -80,6 +80,18 @@ def test_c_119_each_kind_alone() -> None:
     assert problem.field == "train.steps" and "whole number" in problem.rule and "without quotes" in problem.fix
 
 
+@pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "x" * 201])
+def test_a_run_name_is_part_of_file_names(name: str) -> None:
+    (problem,) = refused(f'[log]\nname = "{name}"').problems
+    assert problem.field == "log.name" and ("letters, digits" in problem.rule or "200 characters" in problem.rule)
+
+
+@pytest.mark.parametrize("field", ["data.path", "data.tokenizer", "data.cache_dir", "checkpoint.dir", "log.dir"])
+def test_an_empty_path_is_refused(field: str) -> None:
+    (problem,) = refused("", f"{field}=''").problems
+    assert problem.field == field and "not empty" in problem.rule
+
+
 def test_c_119_a_key_twice(snapshot: Snapshot) -> None:
     twice = refused("[train]\nsteps = 1\nglobal_batch = 8\nsteps = 2")
     assert twice.problems[0].field == "train.steps"
@@ -141,29 +153,29 @@ def test_a_job_is_a_preset_then_a_path_then_refused(tmp_path: Path, snapshot: Sn
 
 @pytest.mark.parametrize("name", sorted(job_presets()))
 def test_dump_round_trips_presets(name: str) -> None:
-    job = load(name, ['log.name="a\\"b"', "optimizer.clip_norm=none"])
+    job = load(name, ['data.text_field="a\\"b"', "optimizer.clip_norm=none"])
     assert parse(dump(job), "run/job.toml") == job
 
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=8)
+NAME = TEXT.filter(bool)
 
 
 @given(
-    name=TEXT,
+    field=TEXT,
     options=st.dictionaries(TEXT, st.one_of(st.booleans(), st.integers(-(2**60), 2**60), TEXT), max_size=3),
     lr=st.floats(min_value=1e-300, max_value=1e300, exclude_min=True),
-    sources=st.lists(st.tuples(TEXT, TEXT), max_size=2),
+    sources=st.lists(st.tuples(NAME, NAME), max_size=2),
     clip=st.one_of(st.none(), st.floats(min_value=1e-6, max_value=1e6)),
 )
 def test_dump_round_trips_any_values(
-    name: str, options: dict[str, int | str], lr: float, sources: list[tuple[str, str]], clip: float | None
+    field: str, options: dict[str, int | str], lr: float, sources: list[tuple[str, str]], clip: float | None
 ) -> None:
     job = Job.model_validate(
         {
-            "log": {"name": name},
             "model": {"options": options},
             "optimizer": {"lr": lr, "clip_norm": clip, "roles": {"matrix": "muon"}},
-            "data": {"sources": tuple({"name": key, "path": path} for key, path in sources)},
+            "data": {"text_field": field, "sources": tuple({"name": key, "path": path} for key, path in sources)},
         }
     )
     assert parse(dump(job), "run/job.toml") == job

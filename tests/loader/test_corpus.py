@@ -124,6 +124,15 @@ def test_paths_that_hold_nothing_are_refused(tmp_path: Path) -> None:
         corpora(DataSection(sources=(SourceSection(name="a", path=str(tmp_path / "absent")),)))
 
 
+def test_c_120_a_field_is_refused_where_no_file_has_records(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for field in ("text_field", "prompt_field"):
+        with pytest.raises(ConfigError, match=rf"data\.{field}[\s\S]*no effect"):
+            corpora(DataSection(path=str(tmp_path), **{field: "question"}))
+    (tmp_path / "b.jsonl").write_text('{"question": "q", "text": "a"}')
+    assert corpora(DataSection(path=str(tmp_path), prompt_field="question"))
+
+
 def test_bad_records_name_file_and_line(tmp_path: Path) -> None:
     cases: list[tuple[bytes, str]] = [
         (b'{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3'[\s\S]*JSON object \("),

@@ -167,6 +167,16 @@ def test_a_class_that_cannot_be_used_is_refused(kind: type[nn.Module], rule: str
 
 
 @pytest.mark.parametrize(
+    ("pattern", "rule"), [("first.weights", "each pattern must match"), ("*", "something is left to train")]
+)
+def test_frozen_patterns_of_a_custom_model_name_something_and_leave_something(pattern: str, rule: str) -> None:
+    with torch.device("meta"):
+        module = Shared(ModelSection())
+    with pytest.raises(ConfigError, match=rule):
+        wrap(module, ModelSection(frozen=(pattern,)))
+
+
+@pytest.mark.parametrize(
     ("path", "rule"),
     [
         ("nowhere.at_all:Model", "can be imported"),

@@ -6,6 +6,7 @@ on stderr without a traceback). stdout carries results, stderr progress. Read ne
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -32,7 +33,8 @@ def app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of `heptad` and of `python -m heptad`."""
+    """Entry point of `heptad` and of `python -m heptad`; in both a job may name a class in the current folder."""
+    sys.path.append(os.getcwd())
     try:
         app()()
     except ConfigError as error:

@@ -17,6 +17,7 @@ def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
     yield from _model(model)
     yield from _layout(job)
     yield from _data(job)
+    yield from _run(job)
 
 
 def is_set(section: Section, name: str) -> bool:
@@ -79,8 +80,18 @@ def _data(job: Job) -> Iterator[Problem]:
         yield from idle("data", data, ("text_field", "prompt_field"), why, "set data.path or data.sources")
     if not data.val_fraction:
         yield from idle(
-            "train", job.train, ("val_batches",), "no text is held back (data.val_fraction = 0)", "raise it"
+            "train", job.train, ("val_batches",), "no text is held back (data.val_fraction = 0)", "raise val_fraction"
         )
+    if not data.shuffle:
+        yield from idle("data", data, ("seed",), "the order is not shuffled", "set shuffle = true")
+    if len(data.sources) == 1:
+        yield from idle("data.sources[0]", data.sources[0], ("weight",), "it is the only source", "name another one")
     if cluster.preset is not None and cluster.file is not None:
         rule = "preset and file both describe the cluster; only one can be read"
         yield Problem("cluster.preset", cluster.preset, rule, "keep one of them")
+
+
+def _run(job: Job) -> Iterator[Problem]:
+    checkpoint = job.checkpoint
+    if not checkpoint.every:
+        yield from idle("checkpoint", checkpoint, ("keep",), "nothing is saved (checkpoint.every = 0)", "set every")

@@ -100,6 +100,12 @@ def _rule(item: ErrorDetails) -> str:
             return f"less than {_number(context['lt'])}"
         case "literal_error":
             return f"one of {context['expected']}"
+        case "string_too_short":
+            return "text that is not empty"
+        case "string_too_long":
+            return f"text of at most {context['max_length']} characters"
+        case "string_pattern_mismatch":
+            return "letters, digits, '.', '_' and '-', the first a letter or a digit"
         case "too_long" | "too_short" | "missing":
             return "a list of the right length"
         case "value_error":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from heptad.config.effect import idle
-from heptad.config.schema import OptimizerName, OptimizerSection
+from heptad.config.schema import OptimizerName, OptimizerSection, RoleName
 from heptad.errors import Problem
 
 READERS: dict[str, tuple[OptimizerName, ...]] = {
@@ -26,7 +27,9 @@ def problems(section: OptimizerSection, total_steps: int) -> Iterator[Problem]:
         if kind == "muon" and role != "matrix":
             rule = f"Muon orthogonalises a matrix, and a parameter of role {role} is updated one by one"
             yield Problem(f"optimizer.roles.{role}", kind, rule, 'use "adamw" or "sgd" for this role')
-    used = {section.name, *section.roles.values()} | ({"adamw"} if section.name == "muon" else set())
+    used = set(section.roles.values())
+    if len(section.roles) < len(get_args(RoleName)):  # some role is left to `name`
+        used |= {section.name, "adamw"} if section.name == "muon" else {section.name}
     for name, kinds in READERS.items():
         if not used & set(kinds):
             who = " or ".join(kinds)

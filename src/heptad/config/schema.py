@@ -21,6 +21,7 @@ Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_bool)]
 DtypeName = Literal["auto", "fp64", "fp32", "bf16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "sgd", "muon"]
+RoleName = Literal["matrix", "embedding", "head", "norm", "bias"]
 
 
 class Section(BaseModel):
@@ -165,7 +166,7 @@ class OptimizerSection(Section):
     """
 
     name: OptimizerName = "adamw"
-    roles: dict[Literal["matrix", "embedding", "head", "norm", "bias"], OptimizerName] = {}
+    roles: dict[RoleName, OptimizerName] = {}
     lr: float = Field(default=3e-4, gt=0)
     muon_lr: float = Field(default=0.02, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -173,7 +174,7 @@ class OptimizerSection(Section):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
-    decay_roles: tuple[Literal["matrix", "embedding", "head", "norm", "bias"], ...] = ("matrix", "embedding", "head")
+    decay_roles: tuple[RoleName, ...] = ("matrix", "embedding", "head")
     clip_norm: float | None = Field(default=1.0, gt=0)
     nonfinite: Literal["skip", "raise"] = "skip"
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -185,17 +186,17 @@ class OptimizerSection(Section):
 class SourceSection(Section):
     """One source of a mixture: `weight` is its share of the samples."""
 
-    name: str
-    path: str
+    name: str = Field(min_length=1)
+    path: str = Field(min_length=1)
     weight: float = Field(default=1.0, gt=0)
 
 
 class DataSection(Section):
     """The corpus. Without `path` and `sources`: the source files of the Python standard library."""
 
-    path: str | None = None
+    path: str | None = Field(default=None, min_length=1)
     sources: tuple[SourceSection, ...] = ()
-    tokenizer: str | None = None
+    tokenizer: str | None = Field(default=None, min_length=1)
     seq_len: int = Field(default=128, ge=1)
     text_field: str = "text"
     prompt_field: str | None = None
@@ -204,7 +205,7 @@ class DataSection(Section):
     seed: int = Field(default=0, ge=0)
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
     max_bytes: int | None = Field(default=None, ge=1)
-    cache_dir: str | None = None
+    cache_dir: str | None = Field(default=None, min_length=1)
 
 
 class TrainSection(Section):
@@ -224,7 +225,7 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     """`resume`: "auto" takes the newest complete step of this run or starts fresh; "must" refuses to start fresh."""
 
-    dir: str | None = None
+    dir: str | None = Field(default=None, min_length=1)
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
     async_: bool = Field(default=False, alias="async")
@@ -232,10 +233,10 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """Where the run folder is (`dir`/`name`), what is written into it."""
+    """Where the run folder is (`dir`/`name`), what is written into it. The name becomes part of file names."""
 
-    dir: str = "runs"
-    name: str | None = None
+    dir: str = Field(default="runs", min_length=1)
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     tensorboard: bool = True
     every: int = Field(default=1, ge=1)
 

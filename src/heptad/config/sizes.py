@@ -123,6 +123,9 @@ def _layout(job: Job, model: ModelSection) -> Iterator[Problem]:
     if layout.engine == "fsdp2" and layout.zero != 3:
         rule = 'engine = "fsdp2" is torch\'s fully_shard, which is stage 3'
         yield Problem("layout.zero", layout.zero, rule, 'zero = 3, or engine = "heptad" for the other stages')
+    if layout.engine == "fsdp2" and model.tied and model.class_ is None:
+        rule = 'engine = "fsdp2" wraps each unit by itself, and a tied head would share its weight with the embedding'
+        yield Problem("model.tied", model.tied, rule, 'engine = "heptad", or tied = false')
 
 
 def _tensor(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:

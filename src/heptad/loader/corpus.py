@@ -87,9 +87,22 @@ def corpora(data: DataSection) -> tuple[Corpus, ...]:
         if len(set(names)) < len(names):
             raise ConfigError.of("data.sources", names, "every source has a name of its own", "rename one of them")
         found = [_corpus(s.name, s.weight, "data.sources", _listed("data.sources", s.path), data) for s in data.sources]
-        return tuple(sorted(found, key=lambda corpus: corpus.name))
-    files = _standard_library() if data.path is None else _listed("data.path", data.path)
-    return (_corpus(DEFAULT_SOURCE, 1.0, "data.path", files, data),)
+        found.sort(key=lambda corpus: corpus.name)
+    else:
+        files = _standard_library() if data.path is None else _listed("data.path", data.path)
+        found = [_corpus(DEFAULT_SOURCE, 1.0, "data.path", files, data)]
+    _check_fields(data, found)
+    return tuple(found)
+
+
+def _check_fields(data: DataSection, found: list[Corpus]) -> None:
+    """A field that is named exists in some record: text files have none."""
+    if any(file.path.suffix.lower() in RECORD_SUFFIXES for corpus in found for file in corpus.files):
+        return
+    rule = "it would have no effect: the corpus holds no .jsonl and no .parquet, and text files have no fields"
+    for name, value in (("text_field", data.text_field), ("prompt_field", data.prompt_field)):
+        if value != DataSection.model_fields[name].default:
+            raise ConfigError.of(f"data.{name}", value, rule, f"remove {name}, or give records")
 
 
 def documents(corpus: Corpus, counts: Counts) -> Iterator[Document]:

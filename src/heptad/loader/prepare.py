@@ -176,7 +176,7 @@ def write_stores(folder: Path, corpus: Corpus, tokenizer: TextTokenizer, val_fra
             last = document
         if last is None:
             rule = f"the corpus holds text; {len(corpus.files)} files hold none ({counts.empty} empty documents)"
-            raise ConfigError.of(corpus.field, corpus.name, rule, "point it to files with text")
+            raise ConfigError.of(corpus.field, str(corpus.files[0].path), rule, "point it to files with text")
         goal = validation if _in_validation(train.num_documents + validation.num_documents, val_fraction) else train
         if not train.num_documents:
             goal = train

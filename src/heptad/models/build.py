@@ -89,12 +89,26 @@ def wrap(module: nn.Module, section: ModelSection) -> Model:
     tap_linears(module)
     units: list[nn.Module] = list(module.units())  # type: ignore[operator]
     specs = _own(module, "param_specs") or specs_of(module, section.init_std)
-    frozen = {item.name for item in specs if any(fnmatchcase(item.name, pattern) for pattern in section.frozen)}
-    specs = tuple(replace(item, trainable=item.trainable and item.name not in frozen) for item in specs)
     _check_specs(module, units, specs, name)
+    specs = _frozen(specs, section.frozen)
     for item in specs:
         module.get_parameter(item.name).requires_grad_(item.trainable)
     return Model(module, units, specs, _own(module, "unit_specs") or unit_specs_of(module, units))
+
+
+def _frozen(specs: tuple[ParamSpec, ...], patterns: tuple[str, ...]) -> tuple[ParamSpec, ...]:
+    """`specs` with what a pattern names no longer trainable; each pattern names something, and something is left."""
+    for pattern in patterns:
+        if not any(fnmatchcase(item.name, pattern) for item in specs):
+            fix = f"a name such as {specs[0].name!r}; * matches anything"
+            raise ConfigError.of("model.frozen", pattern, "each pattern must match a parameter's name", fix)
+    specs = tuple(
+        replace(item, trainable=item.trainable and not any(fnmatchcase(item.name, pattern) for pattern in patterns))
+        for item in specs
+    )
+    if not any(item.trainable for item in specs):
+        raise ConfigError.of("model.frozen", list(patterns), "something is left to train", "freeze less")
+    return specs
 
 
 def _own(module: nn.Module, method: str) -> tuple[Any, ...]:

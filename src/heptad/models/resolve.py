@@ -5,8 +5,9 @@ Never imports torch. Read next: `spec.py`, `config/presets.py`.
 
 from __future__ import annotations
 
+from heptad.config.effect import is_set
 from heptad.config.presets import expand
-from heptad.config.schema import Job, ModelSection
+from heptad.config.schema import Job, ModelSection, OptimizerSection
 from heptad.errors import ConfigError, nearest
 from heptad.models.spec import complete, param_specs
 
@@ -17,6 +18,7 @@ def resolve(job: Job) -> Job:
     if section.class_ is None:
         section = complete(section)
         _check_frozen(section)
+        _check_roles(job.optimizer, section)
     return job.model_copy(update={"model": section})
 
 
@@ -46,3 +48,18 @@ def _check_frozen(section: ModelSection) -> None:
             close = nearest(pattern, names) or names[0]
             rule = "each pattern must match a parameter's name"
             raise ConfigError.of("model.frozen", pattern, rule, f"a name such as {close!r}; * matches anything")
+    if not any(item.trainable for item in param_specs(section)):
+        raise ConfigError.of("model.frozen", list(section.frozen), "something is left to train", "freeze less")
+
+
+def _check_roles(optimizer: OptimizerSection, section: ModelSection) -> None:
+    """Each role that is given an optimizer of its own is some parameter's."""
+    there = dict.fromkeys(item.role for item in param_specs(section) if item.trainable)
+    for role, kind in optimizer.roles.items():
+        if role not in there:
+            rule = f"it would have no effect: the model has no trainable parameter of role {role}"
+            fix = f"remove it; there are {', '.join(there)}"
+            raise ConfigError.of(f"optimizer.roles.{role}", kind, rule, fix)
+    if is_set(optimizer, "decay_roles") and not there.keys() & set(optimizer.decay_roles):
+        rule = "it would have no effect: the model has no trainable parameter of these roles"
+        raise ConfigError.of("optimizer.decay_roles", list(optimizer.decay_roles), rule, f"name {' or '.join(there)}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tests.tiny import reference, tiny_batches, tiny_job, worst_error
 from torch import Tensor, nn
 
 from heptad.account.traffic import step_traffic
 from heptad.config.schema import Job, ModelSection
+from heptad.errors import ConfigError
 from heptad.launch.forked import forked
 from heptad.models.batch import Batch
 from heptad.models.build import wrap
@@ -97,6 +99,36 @@ def test_frozen_loose_unused_and_shared_parameters() -> None:
                     assert worst_error(grad, start, stop, want.grads[spec.name], 1e-6) <= 1e-10, spec.name
                 if "unused" in spec.name:
                     assert grad is not None and not grad.any()
+
+
+def test_fsdp2_runs_a_unit_twice() -> None:
+    job = tiny_job(zero=3, dp_shard=2, engine="fsdp2")
+    want = reference(job, 2, twice(job))[-1]
+    for shards in forked(2, run, job):
+        for spec, start, stop, _, master in shards:
+            assert worst_error(master, start, stop, want.params[spec.name], 1e-3) <= 1e-10, spec.name
+
+
+class Tied(Twice):
+    """The head's weight is the embedding's."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__(section)
+        self.head.out.weight = self.embed.table.weight
+
+
+def build_tied(rank: int, job: Job) -> str:
+    with torch.device("meta"):
+        model = wrap(Tied(job.model), job.model)
+    with pytest.raises(ConfigError) as refused:
+        Trainer(job, rank, torch.device("cpu"), model)
+    return str(refused.value)
+
+
+def test_fsdp2_refuses_units_that_share_a_parameter() -> None:
+    """Each unit would keep a gradient of its own: wrong without a word."""
+    (message,) = forked(1, build_tied, tiny_job(zero=3, engine="fsdp2"))
+    assert "layout.engine" in message and "'embed.table.weight' belongs to two" in message
 
 
 def optimizer_and_buckets(rank: int, job: Job) -> tuple[set[str], list[bool]]:

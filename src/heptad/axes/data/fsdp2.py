@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from heptad.axes.data.buckets import plan_buckets, unit_uses
 from heptad.axes.data.shard import Shard
+from heptad.errors import ConfigError
 from heptad.mesh.device import Mesh
 from heptad.models.build import Model
 from heptad.models.init import fill
@@ -37,6 +38,7 @@ class Fsdp2Engine:
 
     def __init__(self, model: Model, mesh: Mesh, policy: Policy, seed: int) -> None:
         self.model, self.mesh, self.seed = model, mesh, seed
+        _check_unshared(model)
         self.uses = unit_uses(model.unit_specs, plan_buckets(model.unit_specs, model.specs, 1, 0.0, 1))
         hybrid = mesh.layout.degree(*REPLICAS) > 1
         device_mesh = mesh.device_mesh(REPLICAS, SHARDS) if hybrid else mesh.device_mesh(SHARDS)
@@ -97,6 +99,17 @@ class Fsdp2Engine:
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         """Never called either."""
         raise AssertionError("fsdp2 uses no taps")
+
+
+def _check_unshared(model: Model) -> None:
+    """A unit may run twice, but units that share a parameter would each wrap it and keep a gradient of their own."""
+    names = {param: name for name, param in model.params.items()}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for unit in model.units:
+        for param in unit.parameters():
+            if owners.setdefault(param, unit) is not unit:
+                rule = f"fsdp2 wraps each unit by itself, and {names[param]!r} belongs to two of them"
+                raise ConfigError.of("layout.engine", "fsdp2", rule, 'engine = "heptad"')
 
 
 def _local(grad: Tensor) -> Tensor:
