@@ -44,3 +44,11 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return compare
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Lines that tests recorded as `record_property("summary", line)`, also from xdist's workers."""
+    for report in terminalreporter.getreports("passed"):
+        for name, line in report.user_properties:
+            if name == "summary":
+                terminalreporter.write_line(line)

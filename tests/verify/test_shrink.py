@@ -55,6 +55,6 @@ def test_frozen_names_follow_the_blocks() -> None:
 
 
 def test_a_class_of_ones_own_keeps_its_sizes() -> None:
-    job = ready("debug", ["model.class=examples.custom_model:Model"])
+    job = ready("debug", ["model.class=examples.custom_model:TokenShift"])
     small = shrink(job, 3)
     assert small.job.model == job.model and any("keeps its sizes" in note for note in small.notes)

@@ -66,6 +66,16 @@ def test_a_fault_that_cannot_exist_is_a_bad_job(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
 
 
+def test_a_class_that_cannot_be_imported_is_a_bad_job() -> None:
+    with pytest.raises(ConfigError, match="can be imported"):
+        verify(ready("debug", ["model.class=no.such:Model", "layout.dp_shard=2"]))
+
+
+def test_a_class_of_ones_own_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ["model.class=examples.custom_model:TokenShift", "layout.dp_shard=2", "train.global_batch=4", "data.seq_len=5"]
+    assert said(capsys, sets)[0] == 0
+
+
 def test_the_list_of_faults_is_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     app()(["verify", "--inject", "?"], standalone_mode=False)
     assert capsys.readouterr().out.splitlines() == names()

@@ -99,12 +99,16 @@ def attempt(
     timeout_s: float = TIMEOUT_S,
     metered: bool = False,
 ) -> tuple[Comparison | None, list[RankReport], str | None]:
-    """One run of a layout against a fresh reference; without a comparison when a rank failed (then its report)."""
+    """One run of a layout against a fresh reference; without a comparison when a rank failed (then its report).
+
+    Raises ConfigError, before a process starts, for a model class that cannot be used.
+    """
+    reference = Reference(job, tokens)
     try:
         reports = run_layout(job, tokens, steps, faults, timeout_s, metered)
     except RankFailed as error:
         return None, [], str(error)
-    return compare(job, Reference(job, tokens), reports, steps), reports, None
+    return compare(job, reference, reports, steps), reports, None
 
 
 def job_line(job: Job) -> str:
