@@ -9,6 +9,7 @@ import torch
 from tests.tiny import tiny_batches, tiny_job
 
 from heptad.launch.forked import forked
+from heptad.models.decoder import loss_sum
 from heptad.train.step import NonFinite, StepResult, Trainer
 
 
@@ -45,3 +46,20 @@ def test_c_120_nonfinite_skips_or_raises_on_every_rank() -> None:
         assert isinstance(result, StepResult) and result.skipped and sum(map(len, masters)) > 0
     for _, result in forked(2, one_step, "heptad", 1.0, "raise", True):
         assert isinstance(result, str) and "step 1" in result
+
+
+def loss_by_logits(rank: int, engine: str) -> tuple[float, float]:
+    """Sum of losses of a batch after one step and after two, from the logits that a sample of text asks for."""
+    job = tiny_job(dp_shard=2, engine=engine)
+    trainer = Trainer(job, rank, torch.device("cpu"))
+    batch = tiny_batches(job, rank, 2, 1)[1]
+    trainer.step(1, tiny_batches(job, rank, 2, 1))
+    before = loss_sum(trainer.logits(batch), batch.labels).item()
+    trainer.step(2, tiny_batches(job, rank, 2, 2))  # nothing is left gathered
+    after = loss_sum(trainer.logits(batch), batch.labels).item()
+    return before, after
+
+
+def test_logits_are_those_of_the_weights_under_each_engine() -> None:
+    for found, wanted in zip(*(forked(2, loss_by_logits, engine) for engine in ("fsdp2", "heptad")), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-12)

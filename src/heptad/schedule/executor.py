@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,9 @@ class Engine(GradSink, Protocol):
 
     def act(self, action: Action, phase: str) -> None:
         """Run a communication action."""
+
+    def whole(self, unit: nn.Module) -> AbstractContextManager[None]:
+        """Around a use of a unit's weights that is not its forward."""
 
 
 @dataclass(slots=True)
@@ -152,7 +156,8 @@ class _Step:
         inputs = self._input(unit, microbatch, keep=recompute)
         with torch.set_grad_enabled(grad and not recompute):
             if self.logits and unit == self.last:
-                output, tape = executor.model.units[unit].logits(inputs), Tape()  # type: ignore[operator]
+                with executor.engine.whole(executor.model.units[unit]):
+                    output, tape = executor.model.units[unit].logits(inputs), Tape()  # type: ignore[operator]
             else:
                 output, tape = executor.forward(unit, inputs, batch, taped=grad and not recompute)
         if grad and not recompute:

@@ -8,6 +8,7 @@ stage it is shows only in `Placement` and in the program that `schedule/lower.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,10 @@ class DataEngine:
     def act(self, action: Action, phase: str) -> None:
         """Run one action on a bucket; `phase` labels its traffic."""
         self._acts[action.kind](self.buckets[action.index], phase)
+
+    def whole(self, unit: nn.Module) -> AbstractContextManager[None]:
+        """The program gathers what each of its actions uses."""
+        return nullcontext()
 
     def begin_step(self) -> None:
         """Before the first action of a step that trains."""

@@ -10,11 +10,13 @@ range.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from heptad.axes.data.buckets import plan_buckets, unit_uses
@@ -68,6 +70,16 @@ class Fsdp2Engine:
         local = param.to_local().detach().view(-1)
         grad = torch.zeros_like(local) if spec.trainable else None
         return Shard(spec, *ranges[group.index], local, grad, group, ranges)
+
+    @contextmanager
+    def whole(self, unit: nn.Module) -> Iterator[None]:
+        """FSDP2 gathers in a unit's forward only: any other use of its weights gathers and drops them here."""
+        assert isinstance(unit, FSDPModule)
+        unit.unshard()
+        try:
+            yield
+        finally:
+            unit.reshard()
 
     def begin_step(self) -> None:
         """Gradients start at nothing."""
