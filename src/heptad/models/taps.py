@@ -44,11 +44,14 @@ class Tape:
 
     def __init__(self) -> None:
         self.taps: list[tuple[Tapped, tuple[Tensor, ...], Tensor]] = []
+        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def tap(self, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, shape: torch.Size | None = None) -> Tensor:
         """Record `module`; returns the probe, of `shape` (or `like`'s) and of `like`'s dtype and device."""
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        probe = zero.expand(like.shape if shape is None else shape).requires_grad_()
+        key = like.dtype, like.device
+        if key not in self._zeros:  # one element serves every probe of its kind: a fill each cost 4 µs
+            self._zeros[key] = torch.zeros((), dtype=like.dtype, device=like.device)
+        probe = self._zeros[key].expand(like.shape if shape is None else shape).requires_grad_()
         self.taps.append((module, tuple(tensor.detach() for tensor in saved), probe))
         return probe
 
