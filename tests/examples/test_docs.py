@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import types
 from itertools import pairwise
 from pathlib import Path
@@ -10,13 +11,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 
+from heptad.account.traffic import step_traffic
 from heptad.cli.timeline import _planned
 from heptad.config.check import check
-from heptad.config.load import load
+from heptad.config.load import load, parse
 from heptad.config.schema import Job, RopeScaling, Section, SourceSection
 from heptad.config.unbuilt import TABLE
 from heptad.config.write import toml_value
+from heptad.errors import ConfigError
+from heptad.models.build import build
 from heptad.models.resolve import resolve
+from heptad.report.ledger import traffic_table
 from heptad.schedule.action import format_program
 from heptad.train.metrics import METRICS
 
@@ -116,7 +121,7 @@ def test_printed_programs_are_those_of_the_executor() -> None:
     assert len(blocks) >= 4
     for command, printed in blocks:
         words = command.split()
-        job = load(words[0], [word for flag, word in pairwise(words) if flag == "--set"])
+        job = load(words[0], sets_of(words))
         check(job)
         uses, program = _planned(resolve(job))
         assert printed.split() == format_program(program).split(), command
@@ -137,9 +142,36 @@ def test_links_lead_somewhere_and_job_blocks_load(page: str) -> None:
         there = (ROOT / page).parent.joinpath(target).exists() or target == WRITTEN_BY_BENCH
         assert there or target.startswith("https://"), target
     for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)):
-        from heptad.config.load import parse
-
         check(parse(block, f"{page} block {number}"))
+
+
+def readme_block(verb: str) -> tuple[list[str], str]:
+    """Arguments after `heptad` and what is printed below, of the README's only block that begins with `verb`."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(rf"^    \$ heptad ({verb}.*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    assert len(found) == 1, found
+    return found[0][0].split(), textwrap.dedent(found[0][1])
+
+
+def sets_of(words: list[str]) -> list[str]:
+    return [word for flag, word in pairwise(words) if flag == "--set"]
+
+
+def test_the_readmes_ledger_is_what_the_formulas_say() -> None:
+    words, printed = readme_block("train debug --ledger")
+    job = load(words[1], sets_of(words))
+    check(job)
+    job = resolve(job)
+    model = build(job)
+    predicted = step_traffic(job, model.unit_specs, model.specs)
+    assert traffic_table(predicted, predicted) + "\n" == printed
+
+
+def test_the_readmes_refusal_is_what_is_printed() -> None:
+    words, printed = readme_block("train default --set layout.tp=2")
+    with pytest.raises(ConfigError) as refused:
+        check(load(words[1], sets_of(words)))
+    assert f"{refused.value}\n" == printed
 
 
 def test_the_readme_has_a_line_for_every_folder() -> None:
