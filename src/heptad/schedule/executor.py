@@ -37,6 +37,11 @@ class Engine(GradSink, Protocol):
         """Around a use of a unit's weights that is not its forward."""
 
 
+def set_tape(module: nn.Module, tape: Tape | None) -> None:
+    """`module.tape = tape` past nn.Module's search for parameters, which takes 20 times as long, twice a module."""
+    object.__setattr__(module, "tape", tape)
+
+
 @dataclass(slots=True)
 class _Run:
     """One unit's forward on one micro-batch: what its backward needs."""
@@ -106,11 +111,19 @@ class Executor:
         """One unit's forward, with a tape where the engine wants taps."""
         tape = Tape()
         for module in self._tapped[unit]:
-            module.tape = tape if taped and self.engine.uses_taps else None
+            set_tape(module, tape if taped and self.engine.uses_taps else None)
         output = self.model.units[unit](inputs, batch)
         for module in self._tapped[unit]:
-            module.tape = None
+            set_tape(module, None)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"{self._named(unit)} returned {type(output).__name__}: a unit returns one tensor")
+        if unit == len(self.model.units) - 1 and output.dim():
+            shape = list(output.shape)
+            raise TypeError(f"{self._named(unit)} is the last one and returned {shape}: it returns the sum of losses")
         return output, tape
+
+    def _named(self, unit: int) -> str:
+        return f"unit {unit} ({self.model.unit_specs[unit].name})"
 
     def loose(self, unit: int) -> list[nn.Parameter]:
         """Parameters whose gradients autograd computes in I."""

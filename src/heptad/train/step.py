@@ -61,6 +61,7 @@ class Trainer:
 
     def __init__(self, job: Job, rank: int, device: torch.device, model: Model | None = None) -> None:
         self.parallel: Parallel = apply(job, rank, device, model)
+        self.parallel.model.module.train()
         self.job, self.rank, self.device = job, rank, device
         self.engine, self.mesh = self.parallel.engine, self.parallel.mesh
         self.loss_group = self.mesh.group(*LOSS_AXES)
@@ -82,7 +83,7 @@ class Trainer:
         Raises NonFinite on every rank when the job says so.
         """
         batches = [batch.to(self.device) for batch in batches]
-        self.parallel.model.module.train()
+        self._mode(training=True)
         num_targets = self.count_targets(batches)
         self.engine.begin_step()
 
@@ -105,6 +106,11 @@ class Trainer:
             return None if executor.phase == "update" else executor.phase
 
         return LibraryLedger(self.mesh.ledger, self.mesh.axis_of, phase)
+
+    def _mode(self, training: bool) -> None:
+        """Dropout on or off; the walk over all modules (0.3 ms a hundred) only when it changes."""
+        if self.parallel.model.module.training is not training:
+            self.parallel.model.module.train(training)
 
     def count_targets(self, batches: Sequence[Batch]) -> int:
         """Targets of the whole global batch: the one denominator of the step."""
@@ -146,7 +152,7 @@ class Trainer:
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss over the targets of all ranks' `batches` (as many on each rank), without dropout."""
-        self.parallel.model.module.eval()
+        self._mode(training=False)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in batches:
@@ -164,7 +170,7 @@ class Trainer:
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits [B, L, V] of `batch`, without dropout. Collective: every rank takes part."""
-        self.parallel.model.module.eval()
+        self._mode(training=False)
         program = self.parallel.program(1, train=False)
         with torch.no_grad():
             return self.parallel.executor.run(program, [batch.to(self.device)], logits=True)[0]
