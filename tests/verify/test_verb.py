@@ -72,7 +72,12 @@ def test_a_class_that_cannot_be_imported_is_a_bad_job() -> None:
 
 
 def test_a_class_of_ones_own_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    sets = ["model.class=examples.custom_model:TokenShift", "layout.dp_shard=2", "train.global_batch=4", "data.seq_len=5"]
+    sets = [
+        "model.class=examples.custom_model:TokenShift",
+        "layout.dp_shard=2",
+        "train.global_batch=4",
+        "data.seq_len=5",
+    ]
     assert said(capsys, sets)[0] == 0
 
 

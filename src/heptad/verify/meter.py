@@ -1,9 +1,9 @@
 """Bytes of live storages, not RSS: what a program holds, whatever the allocator and the system do with it.
 
 A dispatch mode sees every tensor an operator reads or makes and remembers its *storage* by a weak reference, so that
-watching keeps nothing alive. Storages are resized in place (a dropped bucket is one of zero bytes), so after each
-operator all of them are asked for their size again: O(live storages) an operator, for tests and `verify`, not training.
-What an operator frees before it returns is not seen. Two tensors over one storage count once.
+watching keeps nothing alive. Storages are resized in place (a dropped bucket is one of zero bytes), so whenever an
+operator made a new one all of them are asked for their size again: O(live storages), for tests and `verify`, not
+training. What an operator frees before it returns is not seen. Two tensors over one storage count once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class MemoryMeter(TorchDispatchMode):
         for tensor in watch:
             self._see(tensor)
         self.sample()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: guarding this mode against torch's compiler would load the compiler, seconds on each rank."""
+        return False
 
     def current_bytes(self) -> int:
         """Bytes of the watched storages that are alive now, at their size of now."""
@@ -55,16 +60,17 @@ class MemoryMeter(TorchDispatchMode):
     ) -> Any:
         """Run, then look."""
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, out)):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
-        self.sample()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        new = [tensor for tensor in tensors if self._see(tensor)]
+        if new:
+            self.sample()
         return out
 
-    def _see(self, tensor: Tensor) -> None:
+    def _see(self, tensor: Tensor) -> bool:
+        """Watch the tensor's storage; whether it is a new one."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a tensor without one (sparse, wrapper): its parts are seen on their own
-            return
+            return False
         ref = StorageWeakRef(storage)
-        self._storages.setdefault(ref.cdata, ref)
+        return self._storages.setdefault(ref.cdata, ref) is ref
