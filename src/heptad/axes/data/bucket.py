@@ -100,7 +100,7 @@ class Bucket:
         """G: SHARDED -> GATHERING. Own shard into its slice (cast to the computing dtype), peers' from the network."""
         assert self.param_state is ParamState.SHARDED, self.param_state
         if self.place.free_params:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            _allocate(self.full)
         if not self.shared:
             self.own.data.copy_(self.master)
         self._work["gather"] = collectives.all_gather(self.full.data, self.own.data, self.place.shard_group, phase)
@@ -131,7 +131,7 @@ class Bucket:
         """Where the gradient of parameter `name` goes, and whether it holds nothing yet (write) or some (add)."""
         if self.grad_state is GradState.SHARDED:
             if self.place.free_grads:
-                self.grad_full.untyped_storage().resize_(self.grad_full.numel() * self.grad_full.element_size())
+                _allocate(self.grad_full)
             self._unwritten = set(self.grad_views)
             self.grad_state = GradState.OPEN
         assert self.grad_state is GradState.OPEN, self.grad_state
@@ -156,6 +156,8 @@ class Bucket:
         """r: REDUCING -> SHARDED; the full gradient's memory is free (2, 3)."""
         assert self.grad_state is GradState.REDUCING, self.grad_state
         work = self._work.pop("reduce")
+        if self.place.free_grads and not self.accumulated:
+            _allocate(self.grad_shard)
         work.wait()
         work.wait_sent()
         if self.place.free_grads:
@@ -172,8 +174,10 @@ class Bucket:
         self._work.pop("replicas").wait()
 
     def begin_step(self) -> None:
-        """Forget the last step's sums (their memory is overwritten by the first reduction)."""
+        """Forget the last step's sums, and free them where gradients are cut: few exist at a step's peak, early in B."""
         self.accumulated = False
+        if self.spec.trainable and self.place.free_grads:
+            self.grad_shard.untyped_storage().resize_(0)
 
     def shards(self) -> list[Shard]:
         """This rank's flat range of every parameter of the bucket."""
@@ -187,3 +191,8 @@ class Bucket:
         grad = self.grad_shard[here] if self.spec.trainable else None
         ranges = () if group is None else ranges_of(self.spec, slot, group.size)
         return Shard(slot.spec, start, stop, self.master.data[here], grad, group, ranges)
+
+
+def _allocate(tensor: Tensor) -> None:
+    """Memory for a tensor that is the whole of its storage; the values are whatever lay there."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
