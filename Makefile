@@ -23,7 +23,7 @@ check: $(VENV)/installed-test
 	$(BIN)/mypy
 
 bench: $(VENV)/installed-test
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,7 +1,8 @@
-"""The lines of the benchmark table: each a function of `Effort` that measures and returns rows. Nothing here asserts speed.
+"""The lines of the benchmark table: each a function of `Effort` that measures and returns rows. Nothing here asserts
+speed.
 
-Sizes: MAIN is the model and batch of `make train`; SMALL has the same shape of work with more parameters a token, so that
-communication weighs; LINK is small enough that a 200 Mbit/s link and two cores finish a step in a second.
+Sizes: MAIN is the model and batch of `make train`; SMALL has the same shape of work with more parameters a token,
+so that communication weighs; LINK is small enough that a 200 Mbit/s link and two cores finish a step in a second.
 Read next: `measure.py` (what a ratio is), `peers.py` (who is compared), `link.py` (lines over a slow link).
 """
 
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
 from benchmarks.measure import Ratio, Times, alternate, ratio
 from benchmarks.meter import Meter
 from benchmarks.netbox import Netbox
@@ -32,7 +32,7 @@ class Effort:
     """How often things are repeated: launches of ranks, blocks in each, steps in a block."""
 
     launches: int = 3
-    rounds: int = 5
+    rounds: int = 4
     steps: int = 2
 
 
@@ -75,14 +75,14 @@ def timed(rank: int, size: Size, build: Build, rounds: int, steps: int) -> Times
 
 def launches(ranks: int, size: Size, build: Build, effort: Effort, box: Netbox | None = None) -> list[Times]:
     """Times of every launch (equal on all ranks)."""
-    return [
-        launch(ranks, timed, size, build, effort.rounds, effort.steps, box=box)[0] for _ in range(effort.launches)
-    ]
+    return [launch(ranks, timed, size, build, effort.rounds, effort.steps, box=box)[0] for _ in range(effort.launches)]
 
 
 def _against_ddp(rank: int, size: Size) -> list[Contender]:
     world = torch.distributed.get_world_size()
-    return [Ours(size, rank, job_of(size, world, 0, dp_replicate=world)), ddp(size, rank, 5), ddp(size, rank, 25)]
+    # buckets as large as the better of DDP's: on loopback fewer messages cost less than what they hide
+    job = job_of(size, world, 0, dp_replicate=world, bucket_mb=5.0)
+    return [Ours(size, rank, job), ddp(size, rank, 5), ddp(size, rank, 25)]
 
 
 def _against_fsdp2(rank: int, size: Size) -> list[Contender]:
@@ -96,10 +96,10 @@ def _against_loop(rank: int, size: Size) -> list[Contender]:
 def stage0(effort: Effort) -> list[Row]:
     """Stage 0 against torch DDP, on loopback ranks."""
     rows = []
+    size = MAIN.tokens(128, 4)
     for ranks in (2, 4):
-        size = MAIN.tokens(128, 8 // ranks)
         found = ratio(launches(ranks, size, _against_ddp, effort), "heptad", ["ddp5", "ddp25"])
-        what = f"stage 0 ÷ torch DDP (best of 5 and 25 MB), {ranks} loopback ranks"
+        what = f"stage 0 ÷ torch DDP (best of 5 and 25 MB), {ranks} loopback ranks, 512 tokens each"
         rows.append(row_of(what, found, 1.00, 1.05))
     return rows
 

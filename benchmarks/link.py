@@ -1,9 +1,9 @@
 """The lines of the table that need a slow link: two nodes in a box (`netbox.py`), 200 Mbit/s, 1 or 2 ranks each.
 
-How much a rank computes is set so that compute alone takes about twice what communication alone takes, both measured
-here: compute is Heptad's step of one rank, run by all ranks at once without a process group; communication is the step's
-own program with its compute actions left out. The bound no engine can beat is then max(compute, communication) plus
-the first gather and the last reduction, which nothing can hide.
+How much a rank computes is set so that compute alone takes about twice what communication alone takes, both
+measured here: compute is Heptad's step of one rank, run by all ranks at once without a process group; communication
+is the step's own program with its compute actions left out. The bound no engine can beat is then max(compute,
+communication) plus the first gather and the last reduction, which nothing can hide.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import statistics
 from dataclasses import replace
 
 import torch
-
 from benchmarks.lines import Effort, Row, launches, row_of
 from benchmarks.measure import Times, alternate, ratio
 from benchmarks.netbox import Netbox
-from benchmarks.peers import Contender, Ours, Size, ddp, fsdp2, job_of
+from benchmarks.peers import Contender, Ours, Size, check, ddp, fsdp2, job_of
 from benchmarks.ranks import launch
+
 from heptad.mesh.collectives import Group, all_gather, all_reduce, reduce_scatter
 from heptad.mesh.ledger import Ledger
 from heptad.schedule.action import COMPUTE, Action, Kind
@@ -78,8 +78,6 @@ def _all(rank: int, size: Size) -> list[Contender]:
 
 
 def _with_bounds(rank: int, size: Size, rounds: int) -> Times:
-    from benchmarks.peers import check
-
     contenders = _all(rank, size)
     check(contenders, steps=1)
     return alternate([*contenders, *_bounds(rank, size)], rounds, steps=1, warmup=1)
@@ -124,8 +122,10 @@ def hybrid(effort: Effort) -> list[Row]:
     """HSDP (shards inside a node, replicas across) against stage 3 over all ranks, few tokens."""
     with Netbox(2, RATE) as box:
         few = Effort(min(2, effort.launches), max(3, effort.rounds), 1)
-        runs = launches(4, LINK.tokens(32), _hybrid, few, box)
-    return [row_of("HSDP ÷ stage 3, 2 nodes × 2, 200 Mbit/s, few tokens", ratio(runs, "heptad", ["stage3"]), 0.50)]
+        runs = launches(4, LINK.tokens(16), _hybrid, few, box)
+    return [
+        row_of("HSDP ÷ stage 3, 2 nodes × 2, 200 Mbit/s, 16 tokens a rank", ratio(runs, "heptad", ["stage3"]), 0.50)
+    ]
 
 
 def _collective(rank: int, op: str, numel: int, times: int) -> int:
@@ -155,16 +155,21 @@ def wire(effort: Effort) -> list[Row]:
                 before = box.sent_bytes()[0]
                 logical = sum(launch(2 * per_node, _collective, op, 1 << 22, times, box=box)[:per_node])
                 on_card = box.sent_bytes()[0] - 2 * before  # the second launch's own start-up costs `before` again
-            rows.append(Row(f"card ÷ ledger, {op}, 2 nodes × {per_node}", on_card / logical, note=_EXPLAINED[per_node, op]))
+            what = f"card ÷ ledger, {op}, 2 nodes × {per_node}"
+            rows.append(Row(what, on_card / logical, note=_EXPLAINED[per_node, op]))
     return rows
 
 
-_HEADERS = "every logical byte crosses the link once; the rest is TCP/IP and Ethernet headers of 9000-byte frames and acknowledgements"
+_HEADERS = (
+    "every logical byte crosses once; the rest is TCP/IP and Ethernet headers of 9000-byte frames, acknowledgements"
+)
+_DIRECT = "point to point: of a rank's 3 messages 2 leave the node, so two thirds of the logical bytes cross"
+_RING = "gloo's ring: one of a node's two ranks sends to the other node, so half of the logical bytes cross"
 _EXPLAINED = {
     (1, "all_gather"): _HEADERS,
     (1, "reduce_scatter"): _HEADERS,
     (1, "all_reduce"): _HEADERS,
-    (2, "all_gather"): "point to point: of a rank's 3 messages 2 leave the node, so two thirds of the logical bytes cross",
-    (2, "reduce_scatter"): "point to point: of a rank's 3 messages 2 leave the node, so two thirds of the logical bytes cross",
-    (2, "all_reduce"): "gloo's ring: one of a node's two ranks sends to the other node, so half of the logical bytes cross",
+    (2, "all_gather"): _DIRECT,
+    (2, "reduce_scatter"): _DIRECT,
+    (2, "all_reduce"): _RING,
 }

@@ -1,9 +1,9 @@
 """Paired timing and what it proves: short blocks of each contender in turn, medians, a bound of the ratio.
 
-Machines drift (other processes, clocks, caches), so contenders run inside the same ranks, A B A B …, every block between
-barriers; a pair's ratio compares neighbours in time. The figure is the median of the pairs' ratios over several launches
-(a launch fixes memory layout and process placement); its upper bound is the 97.5th percentile of a bootstrap of that
-median which resamples launches first and pairs inside them. Pure arithmetic but for `alternate`.
+Machines drift (other processes, clocks, caches), so contenders run inside the same ranks, A B A B …, every block
+between barriers; a pair's ratio compares neighbours in time. The figure is the median of the pairs' ratios over
+several launches (a launch fixes memory layout and process placement); its upper bound is the 97.5th percentile of a
+bootstrap of that median which resamples launches first and pairs inside them. Pure arithmetic but for `alternate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
 from benchmarks.peers import Contender
 
 Times = dict[str, list[float]]

@@ -1,9 +1,9 @@
 """Peak bytes of live tensor storages in a stretch of code: what a step really holds, not what the allocator keeps.
 
-A dispatch mode sees every operator's tensors, also inside the backward, and keeps a weak reference to each storage. After
-every operator it sums the sizes of those still alive (storages are resized in place by sharded engines, so sizes are read
-anew). Not seen: buffers a library makes outside torch's operators, such as gloo's staging copies. Costs time: never
-measured together with speed.
+A dispatch mode sees every operator's tensors, also inside the backward, and keeps a weak reference to each storage.
+After every operator it sums the sizes of those still alive (storages are resized in place by sharded engines, so
+sizes are read anew). Not seen: buffers a library makes outside torch's operators, such as gloo's staging copies.
+Costs time: never measured together with speed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Cluster in a box: nodes as network namespaces on one bridge, each with a link of limited rate. Needs root and iproute2.
+"""Cluster in a box: nodes as network namespaces on one bridge, each with a link of limited rate. Needs root and
+iproute2.
 
-Node k is a namespace with the interface `eth<k>` (10.201.0.k+1, reachable inside the box only), a veth pair to a bridge
-and a token bucket on what it sends. Ranks of one node talk over that node's own loopback path, ranks of two nodes over the
-link, so real processes meet slow links and fast ones, and the kernel counts every byte on the card. Frames are of 9000
-bytes: at 1500 the wake-ups of a saturated link cost a fifth of a small machine's matmul rate.
+Node k is a namespace with the interface `eth<k>` (10.201.0.k+1, reachable inside the box only), a veth pair to a
+bridge and a token bucket on what it sends. Ranks of one node talk over that node's own loopback path, ranks of two
+nodes over the link, so real processes meet slow links and fast ones, and the kernel counts every byte on the card.
+Frames are of 9000 bytes: at 1500 the wake-ups of a saturated link cost a fifth of a small machine's matmul rate.
 
     with Netbox(nodes=2, rate="200mbit") as box:
         box.run(2, [sys.executable, "-m", "heptad", "train", "job.toml"])   # 2 ranks a node, torchrun's variables set
@@ -110,7 +111,7 @@ class Netbox:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def enter(self, node: int) -> None:
-        """Move the calling process (one thread so far) into a node: what it opens from now on goes over that node's card."""
+        """Move the calling process (one thread so far) into a node: what it opens from now on uses that node's card."""
         libc = ctypes.CDLL(None, use_errno=True)
         with Path(f"/run/netns/{self.namespace(node)}").open() as handle:
             if libc.setns(handle.fileno(), CLONE_NEWNET) != 0:
@@ -122,13 +123,8 @@ class Netbox:
         started = []
         try:
             for rank in range(world):
-                node = rank // per_node
-                variables = {
-                    **{"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_node)},
-                    **{"LOCAL_WORLD_SIZE": str(per_node), "MASTER_ADDR": self.address(0), "MASTER_PORT": str(port)},
-                    **{"GLOO_SOCKET_IFNAME": self.interface(node), "OMP_NUM_THREADS": "1"},
-                }
-                words = ["ip", "netns", "exec", self.namespace(node), *argv]
+                words = ["ip", "netns", "exec", self.namespace(rank // per_node), *argv]
+                variables = self._variables(rank, per_node, port)
                 started.append(subprocess.Popen(words, env={**os.environ, **variables}))
             for process in started:
                 if process.wait(timeout=timeout_s) != 0:
@@ -137,6 +133,18 @@ class Netbox:
             for process in started:
                 process.kill()
                 process.wait()
+
+    def _variables(self, rank: int, per_node: int, port: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.nodes * per_node),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": self.interface(rank // per_node),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def sent_bytes(self) -> list[int]:
         """Bytes each node's card has sent since the box was made, as the kernel counts them (headers included)."""

@@ -1,10 +1,12 @@
-"""What is compared: Heptad's step and the same model under torch DDP, under torch FSDP2, and in a loop written by hand.
+"""What is compared: Heptad's step and the same model under torch DDP, under torch FSDP2, and in a loop written by
+hand.
 
-All contenders start from the same keyed weights, read the same batches, clip at the same norm and use the same AdamW
-(fused). Every position has a target and every rank as many, so a peer's mean of means is the global mean, and peers need
-no all-reduce of a count. Heptad's side is the whole `Trainer.step` (count, loss and norm all-reduces, finite check); a
-peer's side is what its users write: forward, backward, `clip_grad_norm_`, `optimizer.step`. `check` asserts that the
-losses agree, so a contender cannot win by computing something else. Peers run the model without taps, on plain autograd.
+All contenders start from the same keyed weights, read the same batches, clip at the same norm and use the same
+AdamW (fused). Every position has a target and every rank as many, so a peer's mean of means is the global mean, and
+peers need no all-reduce of a count. Heptad's side is the whole `Trainer.step` (count, loss and norm all-reduces,
+finite check); a peer's side is what its users write: forward, backward, `clip_grad_norm_`, `optimizer.step`.
+`check` asserts that the losses agree, so a contender cannot win by computing something else. Peers run the model
+without taps, on plain autograd.
 """
 
 from __future__ import annotations
@@ -78,9 +80,7 @@ def job_of(size: Size, world: int, zero: int, **layout: int | float) -> Job:
             model=size.section(),
             layout=LayoutSection(zero=zero, **degrees),
             precision=PrecisionSection(params="fp32"),
-            optimizer=OptimizerSection(
-                lr=LR, clip_norm=CLIP, weight_decay=DECAY, betas=BETAS, schedule="constant"
-            ),
+            optimizer=OptimizerSection(lr=LR, clip_norm=CLIP, weight_decay=DECAY, betas=BETAS, schedule="constant"),
             data=DataSection(seq_len=size.seq_len),
             train=TrainSection(
                 global_batch=size.sequences * size.microbatches * world, micro_batch=size.sequences, steps=STEPS

@@ -1,7 +1,7 @@
 """Forked gloo ranks for benchmarks: on this machine's loopback, or spread over the nodes of a `Netbox`.
 
-Like `heptad.launch.forked` (0.1 s for 4 ranks), and each child first enters its node. The parent must have run no torch
-operation on several threads and has no process group. Every rank has one thread. Read next: `measure.py`.
+Like `heptad.launch.forked` (0.1 s for 4 ranks), and each child first enters its node. The parent must have run no
+torch operation on several threads and has no process group. Every rank has one thread. Read next: `measure.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from benchmarks.netbox import Netbox
 
 

@@ -4,7 +4,8 @@
     python -m benchmarks.run --only stage3    one line, printed, nothing written; may be given more than once
     python -m benchmarks.run --quick          fewer repetitions: does it run, not how fast it is; nothing written
 
-Lines that need root (a cluster in a box) are reported as not measured without it. Exit code 1 when a target is missed.
+Lines that need root (a cluster in a box) are reported as not measured without it. Exit code 1 when a target is
+missed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from benchmarks.lines import Effort, Row
 
 from benchmarks import lines, link, netbox
-from benchmarks.lines import Effort, Row
 
 LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "stage0": lines.stage0,
@@ -103,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     minutes = (time.monotonic() - began) / 60
     if not (asked.only or asked.quick):
         missing = f"\nNot measured ({problem}): {', '.join(unmeasured)}.\n" if unmeasured else ""
-        text = f"{HEADER}\nMachine: {described}\n\n{table(rows)}\n{missing}\nThe whole run took {minutes:.0f} minutes.\n"
+        text = (
+            f"{HEADER}\nMachine: {described}\n\n{table(rows)}\n{missing}\nThe whole run took {minutes:.0f} minutes.\n"
+        )
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(text, encoding="utf-8")
         print(f"written: {PAGE}", file=sys.stderr)

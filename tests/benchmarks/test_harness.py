@@ -1,0 +1,91 @@
+"""The benchmark harness: its arithmetic, that contenders train alike, that the meter sees what lives. Nothing is timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.lines import Row
+from benchmarks.measure import ratio, upper_bound
+from benchmarks.meter import Meter
+from benchmarks.netbox import Netbox
+from benchmarks.peers import Contender, Ours, Size, check, ddp, fsdp2, job_of, plain
+from benchmarks.ranks import launch
+
+from benchmarks import netbox, run
+
+TINY = Size(layers=2, width=12, heads=2, mlp_width=23, vocab=37, seq_len=7)
+
+
+def test_the_ratio_is_the_median_of_pairs_against_the_best_peer() -> None:
+    launches = [{"ours": [1.0, 2.0, 3.0], "slow": [9.0, 9.0, 9.0], "fast": [2.0, 2.0, 2.0]}]
+    found = ratio(launches, "ours", ["slow", "fast"])
+    assert (found.value, found.ours_s, found.theirs_s, found.num_pairs) == (1.0, 2.0, 2.0, 3)
+    assert found.value <= found.upper <= 1.5
+
+
+def test_the_bound_of_equal_values_is_the_value_and_grows_with_spread() -> None:
+    assert upper_bound([[0.9] * 5, [0.9] * 5]) == 0.9
+    assert upper_bound([[0.8, 0.9, 1.0], [0.9, 1.0, 1.1]]) > upper_bound([[0.9, 0.91, 0.92], [0.9, 0.91, 0.92]])
+
+
+@pytest.mark.parametrize(
+    ("row", "holds"),
+    [
+        (Row("a", 0.9, 1.0, 1.04, 1.05), True),
+        (Row("a", 0.9, 1.0, 1.06, 1.05), False),
+        (Row("a", 1.1, 1.0), False),
+        (Row("a", 1.1), None),
+    ],
+)
+def test_a_row_holds_when_figure_and_bound_do(row: Row, holds: bool | None) -> None:
+    assert row.holds is holds
+    assert len(run.cells(row)) == 6
+
+
+def _alike(rank: int) -> int:
+    world = torch.distributed.get_world_size()
+    sides: list[Contender] = [
+        Ours(TINY, rank, job_of(TINY, world, 0, dp_replicate=world)),
+        Ours(TINY, rank, job_of(TINY, world, 3), name="stage 3"),
+        ddp(TINY, rank, 5),
+        fsdp2(TINY, rank),
+    ]
+    check(sides)
+    return len(sides)
+
+
+def test_contenders_train_the_same_model() -> None:
+    assert launch(2, _alike) == [4, 4]
+
+
+def _unlike(rank: int) -> None:
+    check([Ours(TINY, rank, job_of(TINY, 1, 0)), plain(TINY.tokens(5))])
+
+
+def test_a_contender_that_trains_something_else_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0:(.|\n)*AssertionError"):
+        launch(1, _unlike)
+
+
+def test_the_meter_counts_live_storages_and_resizes_in_place() -> None:
+    kept = torch.zeros(1000)
+    with Meter() as meter:
+        before = meter.sample()
+        big = torch.zeros(5000)
+        view = big[:10]
+        kept.untyped_storage().resize_(0)
+        del big
+        view += 1
+        assert meter.sample() == before + 5000 * 4 - 1000 * 4
+        del view
+        assert meter.sample() == before - 1000 * 4
+    assert meter.peak_bytes >= before + 5000 * 4
+
+
+def test_without_root_or_tools_the_message_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netbox.os, "geteuid", lambda: 1000)
+    with pytest.raises(netbox.NoNetbox, match="needs root"), Netbox(2, "1gbit"):
+        pass
+    monkeypatch.setattr(netbox.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(netbox.shutil, "which", lambda tool: None)
+    assert netbox.missing() == "a cluster in a box needs iproute2: ip and tc not found (package iproute2)"
