@@ -5,7 +5,7 @@ replica, and replicas must agree bit for bit. Relative error of a tensor: max|a 
 
 Bounds. fp64: 1e-10, fp32: 1e-5. A gradient that is zero by nature (a key's bias; a query whose only target is the
 first position) is rounding noise in both, so a scale is never less than 8 ε/bound of the largest in the model (2e-5;
-0.1): what eight roundings of the largest gradient can do is no error. Noise is below one, a planted fault above ten thousand.
+0.1): what eight roundings of the largest gradient can do is no error. Noise is below one, planted faults above 10⁴.
 
 bf16 has no such constant: its errors depend on the model. The bound is measured: the same step on one device with the
 same parameters, its sums only reordered (`Reference.reordered`), gives figures that are as right as the reference's.
