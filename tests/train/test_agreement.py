@@ -8,7 +8,7 @@ from tests.tiny import tiny_job
 
 from heptad.config.schema import Job
 from heptad.launch.forked import RankFailed, forked
-from heptad.train.agreement import fingerprint, require_same, require_same_replicas
+from heptad.train.agreement import fingerprint, require_same, require_same_program, require_same_replicas
 from heptad.train.step import Trainer
 
 
@@ -37,6 +37,16 @@ def test_c_131_ranks_with_other_tokens_are_named() -> None:
     forked(2, compare, [7, 7])
     with pytest.raises(RankFailed, match="the tokens differ between ranks 0, 1: give every node the same files"):
         forked(2, compare, [7, 8])
+
+
+def other_program(rank: int) -> None:
+    trainer = Trainer(tiny_job(zero=3, dp_shard=2, prefetch=rank), rank, torch.device("cpu"))
+    require_same_program(trainer)
+
+
+def test_ranks_with_another_program_are_stopped_before_the_first_step() -> None:
+    with pytest.raises(RankFailed, match="the step's programs differ between ranks 0, 1"):
+        forked(2, other_program)
 
 
 def test_a_fingerprint_sees_bits_and_places() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from tests.tiny import tiny_job
 
 from heptad.config.load import load
+from heptad.errors import ConfigError
 from heptad.launch.forked import forked
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
@@ -37,3 +39,26 @@ def test_a_given_name_and_the_job_file(tmp_path: Path) -> None:
     job = load(str(tmp_path / "mine" / "job.toml"))
     assert (job.log.name, job.log.dir, job.layout.dp_shard) == ("mine", str(tmp_path), 2)
     assert job.model == tiny_job().model
+
+
+def refused(rank: int, log_dir: str, checkpoint_dir: str | None) -> str:
+    job = tiny_job()
+    job = job.model_copy(
+        update={
+            "log": job.log.model_copy(update={"dir": log_dir, "name": "mine"}),
+            "checkpoint": job.checkpoint.model_copy(update={"dir": checkpoint_dir, "every": 2}),
+        }
+    )
+    layout = Layout.of(job.layout)
+    world = Mesh(layout, rank, [layout.axes], torch.device("cpu")).group(*layout.axes)
+    with pytest.raises(ConfigError) as error:
+        open_folder(job, world, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_a_bad_job_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    taken = str(tmp_path / "file")
+    assert "log.dir = " in forked(1, refused, taken, None)[0]
+    (message,) = forked(1, refused, str(tmp_path / "runs"), taken)
+    assert "checkpoint.dir = " in message and "a run writes here, and cannot" in message

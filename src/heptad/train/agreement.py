@@ -1,7 +1,8 @@
-"""What must be equal on ranks is compared once, at the start: the tokens behind the loaders, the replicas' weights.
+"""What must be equal on ranks is compared once, at the start: the tokens behind the loaders, the replicas' weights,
+the step's program.
 
 Replicas that start apart train apart and nobody notices: nothing averages weights (C-024); a node that tokenised other
-files reads other samples (C-131). Two all-reduces of one int64 each, phase "check". Read next: `loop.py`.
+files reads other samples (C-131). Two all-reduces of one int64 for each of them, phase "check". Read next: `loop.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from heptad.axes.data.stages import replica_axes
 from heptad.mesh.collectives import Group, all_reduce
+from heptad.schedule.action import format_program
 from heptad.train.step import Trainer
 
 CHUNK = 1 << 20
@@ -38,6 +40,14 @@ def require_same_replicas(trainer: Trainer) -> None:
     for shard in trainer.engine.shards:
         digest = (digest * 1_000_003 + fingerprint(shard.master)) % (1 << 61)
     require_same("replicas' weights", digest, group, trainer.device, "a copy was changed before the first step")
+
+
+def require_same_program(trainer: Trainer) -> None:
+    """Every rank of the data axis runs the same program: collectives of a group in one order, or values mix (gloo)."""
+    digest = digest_of(format_program(trainer.program))
+    require_same(
+        "the step's programs", digest, trainer.loss_group, trainer.device, "start every rank with the same job"
+    )
 
 
 def digest_of(text: str) -> int:

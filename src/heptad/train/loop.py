@@ -36,7 +36,7 @@ from heptad.optim.schedule import past_end
 from heptad.precision.dtypes import dtypes_of
 from heptad.report.loss import loss_svg
 from heptad.trace import Event, Transfer
-from heptad.train.agreement import digest_of, require_same, require_same_replicas
+from heptad.train.agreement import digest_of, require_same, require_same_program, require_same_replicas
 from heptad.train.metrics import Meter, Metrics, read_metrics
 from heptad.train.outcome import Outcome
 from heptad.train.progress import Display
@@ -80,6 +80,8 @@ def run(
         hint = "give every node the same files, or one data.cache_dir that all of them see"
         require_same("the tokens", digest_of(loader.digest), world, device, hint)
         notes = (*found.notes, *loader.progress.notes) if found.reader is not None else found.notes[1:]
+        if _elsewhere(job, device):
+            notes = (f"no CUDA device here: a job for {job.cluster.preset!r} runs on the CPU, without MFU", *notes)
         for note in (*notes, summary(job, derived(job))):
             shown.say(note)
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
@@ -123,6 +125,7 @@ class _Loop:
         )
         self.trainer = Trainer(self.job, world.index, device, model)
         self.counts = Counts() if reader is None else restore(self.trainer, reader)
+        require_same_program(self.trainer)
         require_same_replicas(self.trainer)
         self.start = self.saved_step = self.counts.step
         events = folder.path / "tb" if self.job.log.tensorboard else None
@@ -265,8 +268,14 @@ class _Loop:
 def _flops(job: Job, num_devices: int, device: torch.device) -> tuple[float | None, float | None]:
     """Model FLOPs of a token and the peak of all devices, each None when it is not known."""
     peak = cluster(job.cluster).device.peak(dtypes_of(job.precision, device.type).params)
+    peak = None if _elsewhere(job, device) else peak
     flops = None if job.model.class_ is not None else flops_per_token(job.model, job.data.seq_len, "causal")
     return flops, None if peak is None else peak * num_devices
+
+
+def _elsewhere(job: Job, device: torch.device) -> bool:
+    """Whether the job's cluster is a catalogue's, and this is no device of it."""
+    return device.type == "cpu" and job.cluster.preset not in (None, "cpu")
 
 
 def _predicted(trainer: Trainer) -> tuple[Transfer, ...]:

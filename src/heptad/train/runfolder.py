@@ -12,6 +12,9 @@ there already is the same run: resumed, or started again with its old metrics se
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch
 
 from heptad.config.load import dump
 from heptad.config.schema import Job
+from heptad.errors import ConfigError
 from heptad.mesh.collectives import Group, broadcast
 
 NAME_BYTES = 256
@@ -55,9 +59,24 @@ def open_folder(job: Job, world: Group, device: torch.device) -> RunFolder:
     named = job.model_copy(update={"log": job.log.model_copy(update={"name": name})})
     folder = RunFolder(Path(job.log.dir) / name, name, named)
     if world.index == 0:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.job_file.write_text(dump(named), encoding="utf-8")
+        with _refused("log.dir", job.log.dir):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.job_file.write_text(dump(named), encoding="utf-8")
+        if job.checkpoint.every:
+            with _refused("checkpoint.dir", str(folder.checkpoints)):  # now, not at the first save
+                folder.checkpoints.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder.checkpoints).close()
     return folder
+
+
+@contextmanager
+def _refused(field: str, given: str) -> Iterator[None]:
+    """What the disk refuses, as a bad job."""
+    try:
+        yield
+    except OSError as error:
+        fix = f"set {field} to a folder that can be written"
+        raise ConfigError.of(field, given, f"a run writes here, and cannot ({error})", fix) from error
 
 
 def _free_name(job: Job) -> str:
