@@ -155,11 +155,27 @@ def test_one_rank_runs_in_this_process(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_wrong_number_of_ranks_is_refused_before_any_collective(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
+    """Rank 1 waits: were it to end at once, torchrun would end rank 0 before that has spoken."""
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("heptad.launch.local.SPEAKS_AFTER_S", 0.2)
+    begin_s = time.monotonic()
     assert train(job_of(4, tmp_path), False, False, False, entry="tests.launch.toy:sums") == 2
     said = capsys.readouterr().err
-    assert ("the layout has 4 ranks" in said and "2 were started" in said) == (rank == 0)
+    assert "the layout has 4 ranks" in said and "2 were started" in said
+    assert rank == 0 or time.monotonic() - begin_s >= 0.2
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_bad_job_is_said_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "heptad"]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
+    for sets, said in (("layout.dp_shard=2", "the layout has 2 ranks"), ("layout.tp=3", "not built yet")):
+        done = subprocess.run(
+            [*command, "train", "debug", "--set", sets],
+            capture_output=True, text=True, timeout=120, env=environ, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 1 and done.stderr.count(said) == 1, done.stderr
 
 
 @pytest.mark.slow

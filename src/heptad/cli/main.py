@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import typer
 
@@ -38,8 +39,9 @@ def main() -> None:
     try:
         app()()
     except ConfigError as error:
-        from heptad.launch.environ import rank_info
+        from heptad.launch.environ import SPEAKS_AFTER_S, rank_info
 
-        if rank_info().rank == 0:  # under torchrun every rank finds the same problems
-            print(error, file=sys.stderr)
+        if rank_info().rank:  # under torchrun every rank finds the same problems
+            time.sleep(SPEAKS_AFTER_S)
+        print(error, file=sys.stderr)
         sys.exit(BAD_JOB)

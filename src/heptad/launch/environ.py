@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from heptad.errors import ConfigError
 from heptad.launch.failure import Diary
 
+SPEAKS_AFTER_S = 3.0
+"""Under torchrun the first rank to end ends the others, maybe before they spoke. So a rank whose news rank 0 may have
+too waits this long before it speaks and ends: it is ended meanwhile where they are the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:

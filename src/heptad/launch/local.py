@@ -38,13 +38,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from heptad.config.schema import Job
 from heptad.errors import ConfigError
 from heptad.launch import failure
-from heptad.launch.environ import RankInfo, check_world, rank_info
+from heptad.launch.environ import SPEAKS_AFTER_S, RankInfo, check_world, rank_info
 from heptad.launch.watch import STOPPED, Guard, Watch, enter
 from heptad.mesh.layout import Layout
 
 ENTRY = "heptad.train.main:run_rank"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_CONSEQUENCE_DELAY_S = 3.0
 _STOP_TIMEOUT_S = 600  # a stopping rank ends its step and saves; a second Ctrl-C ends all at once
 
 
@@ -63,8 +62,9 @@ def train(job: Job, as_json: bool, ledger: bool, trace: bool, *, entry: str = EN
         call = (entry, job, as_json, ledger, trace)
         return _here(info, call) if info.launched or world == 1 else _ranks(world, call, port)
     except ConfigError as error:
-        if info.rank == 0:
-            _say(str(error))
+        if info.rank:
+            time.sleep(SPEAKS_AFTER_S)
+        _say(str(error))
         return 2
 
 
@@ -87,7 +87,7 @@ def _here(info: RankInfo, call: tuple[Any, ...]) -> int:
     except BaseException as error:
         failed = failure.of_exception(info.rank, error, info.diary.step)
         if failed.consequence and info.launched:
-            time.sleep(_CONSEQUENCE_DELAY_S)  # by then torchrun has ended this rank, and the cause stands alone
+            time.sleep(SPEAKS_AFTER_S)  # by then torchrun has ended this rank, and the cause stands alone
         _say(failure.block([failed], info.world))
         if info.launched:
             _leave(1)  # tearing down the group would wait for the other ranks
