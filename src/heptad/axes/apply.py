@@ -16,6 +16,7 @@ import torch
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.stages import LOSS_AXES, data_rule, replica_axes, shard_axes
 from heptad.config.schema import Job
+from heptad.errors import ConfigError
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.models.build import Model, build
@@ -65,8 +66,14 @@ def step_program(
 
 def recomputed(job: Job, units: Sequence[UnitSpec]) -> frozenset[int]:
     """Units whose forward runs again in the backward: all blocks but the first and last unit under mode "full"."""
+    if job.recompute.mode != "full":
+        return frozenset()
     blocks = [index for index, unit in enumerate(units) if unit.kind in ("block", "custom")]
-    return frozenset(index for index in blocks if 0 < index < len(units) - 1 and job.recompute.mode == "full")
+    found = frozenset(index for index in blocks if 0 < index < len(units) - 1)
+    if not found:
+        rule = "it would have no effect: the model has no unit between its first and its last"
+        raise ConfigError.of("recompute.mode", "full", rule, 'mode = "none", or more units')
+    return found
 
 
 def wanted_groups(zero: int) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ from tests.tiny import reference, tiny_batches, tiny_job, worst_error
 from torch import Tensor, nn
 
 from heptad.account.traffic import step_traffic
+from heptad.axes.apply import recomputed
 from heptad.config.schema import Job, ModelSection
 from heptad.errors import ConfigError
 from heptad.launch.forked import forked
@@ -187,3 +188,52 @@ def test_the_step_runs_on_fake_tensors_and_a_fake_process_group() -> None:
     ((sent, num_targets),) = forked(1, fake_step, job)
     assert sent > 0
     assert num_targets == 2 * 11
+
+
+class Broken(nn.Module):
+    """A unit that breaks the contract: `mid` returns two tensors, or the head a loss for each token."""
+
+    def __init__(self, section: ModelSection, bad: str) -> None:
+        super().__init__()
+        self.embed, self.mid = Embed(section.vocab, section.width), Mix(section.width)
+        self.head = Head(section.vocab, section.width)
+        if bad == "mid":
+            self.mid.forward = lambda x, batch: (x, x)  # type: ignore[method-assign,assignment]
+        else:
+            self.head.forward = lambda x, batch: self.head.out(x)[..., 0]  # type: ignore[method-assign]
+
+    def units(self) -> list[nn.Module]:
+        return [self.embed, self.mid, self.head]
+
+
+def broken_step(rank: int, job: Job, bad: str) -> str:
+    with torch.device("meta"):
+        model = wrap(Broken(job.model, bad), job.model)
+    trainer = Trainer(job, rank, torch.device("cpu"), model)
+    with pytest.raises(TypeError) as refused:
+        trainer.step(1, tiny_batches(job, 0, 1, 1))
+    return str(refused.value)
+
+
+def test_a_unit_that_breaks_the_contract_is_named() -> None:
+    job = tiny_job()
+    assert forked(1, broken_step, job, "mid") == ["unit 1 (mid) returned tuple: a unit returns one tensor"]
+    (message,) = forked(1, broken_step, job, "head")
+    assert message == "unit 2 (head) is the last one and returned [1, 11]: it returns the sum of losses"
+
+
+class Short(nn.Module):
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.embed, self.head = Embed(section.vocab, section.width), Head(section.vocab, section.width)
+
+    def units(self) -> list[nn.Module]:
+        return [self.embed, self.head]
+
+
+def test_c_120_recompute_is_refused_where_there_is_nothing_to_recompute() -> None:
+    job = tiny_job(recompute="full")
+    with torch.device("meta"):
+        model = wrap(Short(job.model), job.model)
+    with pytest.raises(ConfigError, match=r"recompute\.mode[\s\S]*no effect"):
+        recomputed(job, model.unit_specs)
