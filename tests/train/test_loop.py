@@ -12,6 +12,7 @@ from tests.tiny import tiny_job
 
 from heptad.config.load import load
 from heptad.config.schema import Job
+from heptad.errors import ConfigError
 from heptad.launch.failure import Diary
 from heptad.launch.forked import forked
 from heptad.loader.synthetic import synthetic
@@ -120,3 +121,19 @@ def test_muon_under_stages_and_what_it_sends(tmp_path: Path) -> None:
         assert list(losses(folder)) == [2, 4]
         found.append(outcomes[0].val_loss)
     assert found[0] == pytest.approx(found[1], rel=1e-10)
+
+
+def refused(rank: int, job: Job) -> str:
+    with pytest.raises(ConfigError) as error:
+        train(rank, job)
+    return error.value.problems[0].field
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    every = {"every": 2}
+    forked(1, train, job(tmp_path, 2, checkpoint=every))
+    before = (tmp_path / "run" / "job.toml").read_text()
+    other = job(tmp_path, 4, checkpoint=every)
+    other = other.model_copy(update={"data": other.data.model_copy(update={"seed": 5})})
+    assert forked(1, refused, other) == ["data.seed"]
+    assert (tmp_path / "run" / "job.toml").read_text() == before

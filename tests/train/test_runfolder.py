@@ -13,7 +13,7 @@ from heptad.errors import ConfigError
 from heptad.launch.forked import forked
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
-from heptad.train.runfolder import open_folder
+from heptad.train.runfolder import RunFolder, open_folder
 
 
 def opened(rank: int, folder: str, name: str | None) -> tuple[str, str]:
@@ -22,6 +22,8 @@ def opened(rank: int, folder: str, name: str | None) -> tuple[str, str]:
     layout = Layout.of(job.layout)
     world = Mesh(layout, rank, [layout.axes], torch.device("cpu")).group(*layout.axes)
     found = open_folder(job, world, torch.device("cpu"))
+    if rank == 0:
+        found.write_job()
     return found.name, str(found.checkpoints)
 
 
@@ -62,3 +64,13 @@ def test_a_folder_that_cannot_be_written_is_a_bad_job_before_the_first_step(tmp_
     assert "log.dir = " in forked(1, refused, taken, None)[0]
     (message,) = forked(1, refused, str(tmp_path / "runs"), taken)
     assert "checkpoint.dir = " in message and "a run writes here, and cannot" in message
+
+
+def test_one_job_at_a_time_trains_a_run(tmp_path: Path) -> None:
+    """A second job of the same name is refused while the first trains, and goes on afterwards."""
+    folder = RunFolder(tmp_path, "mine", tiny_job())
+    with folder.held(0), folder.held(1):
+        with pytest.raises(ConfigError, match=r"log\.name = 'mine'[\s\S]*another one does"), folder.held(0):
+            raise AssertionError("held twice")
+    with folder.held(0):
+        pass

@@ -71,7 +71,8 @@ def run(
     layout = Layout.of(job.layout)
     world = Mesh(layout, rank, [layout.axes], device).group(*layout.axes)
     folder = open_folder(job, world, device)
-    with display or Display(job.train.steps, shown=rank == 0) as shown, StopRequest() as stop:
+    shown = display or Display(job.train.steps, shown=rank == 0)
+    with folder.held(rank), shown, StopRequest() as stop:
         found = resume(folder.checkpoints, folder.name, job.checkpoint.resume)
         tokens = _prepared(job, world, shown) if data is None else data
         barrier(world, PREPARE_TIMEOUT_S)
@@ -85,6 +86,8 @@ def run(
         for note in (*notes, summary(job, derived(job))):
             shown.say(note)
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
+        if rank == 0:
+            folder.write_job()
         loop.diary = diary or Diary()
         if found.reader is not None:
             loop.diary.saved(_how_to_resume(folder, found.reader.step))

@@ -4,7 +4,7 @@
     runs/NAME/metrics.jsonl     one object a logged step (`metrics.py`)
     runs/NAME/tb/               TensorBoard events
     runs/NAME/checkpoints/      step directories (or [checkpoint] dir)
-    runs/NAME/loss.svg          the loss picture;  trace/  with --trace
+    runs/NAME/loss.svg          the loss picture;  trace/  with --trace;  lock  while a job trains
 
 Rank 0 chooses the name (the time, unless [log] names the run), makes the folder, and tells the others. A name that is
 there already is the same run: resumed, or started again with its old metrics set aside. Read next: `loop.py`.
@@ -12,6 +12,7 @@ there already is the same run: resumed, or started again with its old metrics se
 
 from __future__ import annotations
 
+import fcntl
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,25 @@ class RunFolder:
         """job.toml."""
         return self.path / "job.toml"
 
+    def write_job(self) -> None:
+        """The resolved job; for rank 0, once the job has proved to go on from what the folder holds."""
+        self.job_file.write_text(dump(self.job), encoding="utf-8")
+
+    @contextmanager
+    def held(self, rank: int) -> Iterator[None]:
+        """One job at a time trains a run: rank 0 locks the folder (`lock`) while the block runs."""
+        if rank:
+            yield
+            return
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                rule = f"one job at a time trains a run, and another one does ({self.path})"
+                fix = "wait for it or stop it, or give this run another name"
+                raise ConfigError.of("log.name", self.name, rule, fix) from None
+            yield
+
 
 def open_folder(job: Job, world: Group, device: torch.device) -> RunFolder:
     """Agree on the name and make the folder on rank 0. Collective over `world`."""
@@ -61,7 +81,7 @@ def open_folder(job: Job, world: Group, device: torch.device) -> RunFolder:
     if world.index == 0:
         with _refused("log.dir", job.log.dir):
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder.job_file.write_text(dump(named), encoding="utf-8")
+            tempfile.TemporaryFile(dir=folder.path).close()
         if job.checkpoint.every:
             with _refused("checkpoint.dir", str(folder.checkpoints)):  # now, not at the first save
                 folder.checkpoints.mkdir(parents=True, exist_ok=True)
