@@ -96,10 +96,10 @@ def _against_loop(rank: int, size: Size) -> list[Contender]:
 def stage0(effort: Effort) -> list[Row]:
     """Stage 0 against torch DDP, on loopback ranks."""
     rows = []
-    size = MAIN.tokens(128, 4)
+    size = MAIN
     for ranks in (2, 4):
         found = ratio(launches(ranks, size, _against_ddp, effort), "heptad", ["ddp5", "ddp25"])
-        what = f"stage 0 ÷ torch DDP (best of 5 and 25 MB), {ranks} loopback ranks, 512 tokens each"
+        what = f"stage 0 ÷ torch DDP (best of 5 and 25 MB), {ranks} loopback ranks, 1024 tokens each"
         rows.append(row_of(what, found, 1.00, 1.05))
     return rows
 

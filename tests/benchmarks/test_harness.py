@@ -1,4 +1,4 @@
-"""The benchmark harness: its arithmetic, that contenders train alike, that the meter sees what lives. Nothing is timed."""
+"""The benchmark harness: its arithmetic, contenders that train alike, a meter that sees what lives. Nothing is timed."""
 
 from __future__ import annotations
 
