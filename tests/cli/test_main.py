@@ -61,6 +61,12 @@ def test_help_lists_the_verbs_that_exist(heptad: Heptad) -> None:
     assert code == 0 and {"train", "verify", "timeline", "data", "plan"} <= listed
 
 
+def test_a_bad_job_is_said_under_half_an_environment(heptad: Heptad, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = heptad("train", "debgu")
+    assert code == 2 and "debgu" in err
+
+
 def test_a_class_in_the_current_folder_is_found_and_tried_before_a_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self, section):\n        super().__init__()\n"

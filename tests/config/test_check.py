@@ -124,6 +124,8 @@ def test_full_recompute_is_built() -> None:
         ("optimizer.muon_momentum", ["optimizer.muon_momentum=0.5"]),
         ("optimizer.decay_steps", ["optimizer.schedule=constant", "optimizer.decay_steps=2"]),
         ("optimizer.min_lr_ratio", ["optimizer.schedule=constant", "optimizer.min_lr_ratio=0.5"]),
+        ("optimizer.min_lr_ratio", [
+            "optimizer.schedule=wsd", "optimizer.decay_steps=0", "optimizer.min_lr_ratio=0.5"]),
         ("optimizer.decay_roles", ["optimizer.weight_decay=0", "optimizer.decay_roles=['norm']"]),
         ("optimizer.weight_decay", ["optimizer.decay_roles=[]"]),
         ("data.path", ["data.path=here", "data.sources=[{name='a', path='b'}]"]),

@@ -6,6 +6,7 @@ on stderr without a traceback). stdout carries results, stderr progress. Read ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -41,7 +42,8 @@ def main() -> None:
     except ConfigError as error:
         from heptad.launch.environ import SPEAKS_AFTER_S, rank_info
 
-        if rank_info().rank:  # under torchrun every rank finds the same problems
-            time.sleep(SPEAKS_AFTER_S)
+        with contextlib.suppress(ConfigError):  # of an environment that says half of it: then this process is alone
+            if rank_info().rank:  # under torchrun every rank finds the same problems
+                time.sleep(SPEAKS_AFTER_S)
         print(error, file=sys.stderr)
         sys.exit(BAD_JOB)

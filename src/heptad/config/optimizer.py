@@ -52,3 +52,5 @@ def _schedule(section: OptimizerSection, total_steps: int) -> Iterator[Problem]:
     if section.schedule == "constant":
         why = 'schedule = "constant" never decays'
         yield from idle("optimizer", section, ("decay_steps", "min_lr_ratio"), why, "choose another schedule")
+    elif section.schedule == "wsd" and decay == 0:
+        yield from idle("optimizer", section, ("min_lr_ratio",), "decay_steps = 0 never decays", "raise decay_steps")
