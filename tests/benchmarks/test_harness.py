@@ -1,4 +1,4 @@
-"""The benchmark harness: its arithmetic, contenders that train alike, a meter that sees what lives. Nothing is timed."""
+"""The benchmark harness: its arithmetic, contenders that train alike, a meter that sees what lives. No timing."""
 
 from __future__ import annotations
 
