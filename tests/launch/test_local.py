@@ -19,7 +19,7 @@ from heptad.launch.local import train
 ROOT = Path(__file__).parents[2]
 CAUSE = {
     "exit": "rank 1 of 4 failed at step 12: sys.exit(1)",
-    "_exit": "rank 1 of 4 failed at step 12: the process ended with exit code 3, without raising an error",
+    "os_exit": "rank 1 of 4 failed at step 12: the process ended with exit code 3, without raising an error",
     "kill": "rank 1 of 4 failed at step 12: killed by SIGKILL (out of memory?)",
     "raise": "rank 1 of 4 failed at step 12: ValueError: rank 1 has had enough",
 }
@@ -41,7 +41,7 @@ def test_as_many_ranks_run_as_the_layout_has(tmp_path: Path, temporary_folder: P
     assert launcher.stderr == "" and not list(temporary_folder.iterdir())
 
 
-@pytest.mark.parametrize("how", ["exit", "_exit", "kill", "raise"])
+@pytest.mark.parametrize("how", ["exit", "os_exit", "kill", "raise"])
 def test_c_098_a_rank_that_ends_badly_ends_the_job_and_is_named_first(
     tmp_path: Path, temporary_folder: Path, how: str
 ) -> None:
@@ -74,7 +74,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
 
 
 def test_a_bad_job_found_by_a_rank_is_one_screen_and_exit_code_2(tmp_path: Path) -> None:
-    launcher = launch("with_worker", 2, tmp_path / "run", "bad job")
+    launcher = launch("with_worker", 2, tmp_path / "run", "bad-job")
     assert launcher.wait() == 2
     assert launcher.stderr.strip().startswith("1 problem in the job:") and "Traceback" not in launcher.stderr
 

@@ -75,13 +75,13 @@ def _note(job: Job, info: RankInfo) -> None:
 def _end(how: str) -> None:
     if how == "exit":
         sys.exit(1)
-    if how == "_exit":
+    if how == "os_exit":
         os._exit(3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raise":
         raise ValueError("rank 1 has had enough")
-    if how == "bad job":
+    if how == "bad-job":
         raise ConfigError.of("data.path", "/nowhere", "the path exists", "give one that does")
     if how == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -164,8 +164,10 @@ def _missing_reduction(fault: Fault, trainer: Trainer) -> None:
                 chosen.place = place
                 return None
             if action.kind is Kind.WAIT_REDUCE and silent is Kind.REDUCE and place.sharded and place.free_grads:
-                own = chosen.grad_full[first:last]
-                chosen.grad_shard.add_(own) if chosen.accumulated else chosen.grad_shard.copy_(own)
+                own, add = chosen.grad_full[first:last].clone(), chosen.accumulated
+                act(action, phase)
+                chosen.grad_shard.add_(own) if add else chosen.grad_shard.copy_(own)
+                return None
             return act(action, phase)
 
         return unreduced

@@ -174,7 +174,7 @@ class Bucket:
         self._work.pop("replicas").wait()
 
     def begin_step(self) -> None:
-        """Forget the last step's sums, and free them where gradients are cut: few exist at a step's peak, early in B."""
+        """Forget the last step's sums, and free them where gradients are cut: few exist at a step's peak."""
         self.accumulated = False
         if self.spec.trainable and self.place.free_grads:
             self.grad_shard.untyped_storage().resize_(0)
