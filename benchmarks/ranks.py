@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from benchmarks.netbox import Netbox
 
+from heptad.launch.ranks import keep_freed_memory
+
 
 def launch(
     num_ranks: int, fn: Callable[..., Any], *args: Any, box: Netbox | None = None, timeout_s: float = 300.0
@@ -67,6 +69,7 @@ def _rank(
     rank: int, world: int, store: str, pipe: Connection, box: Netbox | None, fn: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as `heptad train` does; every contender of a process has it
     try:
         interface = "lo"
         if box is not None:

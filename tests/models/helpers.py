@@ -67,11 +67,14 @@ class DictSink:
         self.grads[param] = self.grads[param] + grad if param in self.grads else grad
 
 
-def split_backward(units: list[nn.Module], batch: Batch, loose: list[list[nn.Parameter]]) -> tuple[Tensor, DictSink]:
-    """The step as the executor runs it: F of each unit on a detached input, then I and W, last unit first."""
+def split_backward(
+    units: list[nn.Module], batch: Batch, loose: list[list[nn.Parameter]], whole: bool = False
+) -> tuple[Tensor, DictSink]:
+    """The step as the executor runs it: F of each unit on a detached input, then I and W (or B), last unit first."""
     kept, x = [], None
+    sink = DictSink()
     for unit in units:
-        tape = Tape()
+        tape = Tape(sink if whole else None)
         for module in tapped_modules(unit):
             module.tape = tape
         start = None if x is None else x.detach().requires_grad_()
@@ -80,17 +83,19 @@ def split_backward(units: list[nn.Module], batch: Batch, loose: list[list[nn.Par
             module.tape = None
         kept.append((tape, start, x))
     assert x is not None
-    sink, dy = DictSink(), torch.ones_like(x)
+    dy = torch.ones_like(x)
     for (tape, start, y), params in reversed(list(zip(kept, loose, strict=True))):
-        inputs = ([] if start is None else [start]) + params + tape.probes()
-        grads = list(torch.autograd.grad([y], inputs, [dy], allow_unused=True)) if inputs else []
+        inputs = ([] if start is None else [start]) + params + tape.leaves()
+        if not y.requires_grad:
+            break  # nothing here or below is trainable
+        grads = list(torch.autograd.grad([y], inputs, [dy], allow_unused=True))
         if start is not None:
             dy = grads.pop(0)
         for param in params:
             grad = grads.pop(0)
             if grad is not None:
                 sink.add(param, grad)
-        write_weight_grads(tape, grads, sink)
+        write_weight_grads(tape, [] if whole else grads, sink)
     return x.detach(), sink
 
 
@@ -101,10 +106,16 @@ def plain_backward(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest difference relative to the largest gradient of each parameter."""
+def worst(got: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-12) -> float:
+    """Largest difference relative to each parameter's largest gradient.
+
+    A gradient that is zero by nature (a key's bias) consists of roundings of the others', some eps of the largest; the
+    scale is never below the one at which 8 eps of that largest gradient would be `bound`.
+    """
     assert got.keys() == expected.keys()
-    return max(float((got[n] - e).abs().max() / e.abs().max().clamp_min(1e-30)) for n, e in expected.items())
+    floor = 8 * torch.finfo(torch.float64).eps / bound * max(item.abs().max().item() for item in expected.values())
+    scales = {name: max(expected[name].abs().max().item(), floor) for name in got}
+    return max((got[name] - expected[name]).abs().max().item() / scales[name] for name in got)
 
 
 def value(scalar: Tensor) -> float:

@@ -7,6 +7,7 @@ of them).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from heptad.launch.environ import RankInfo
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def device_of(
@@ -26,6 +29,18 @@ def device_of(
     device = torch.device(kind, info.local_rank)
     select(device)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what this process frees (glibc; elsewhere nothing is changed).
+
+    A step frees and takes the same large buffers again and again; handed back to the system each time, they cost 4,000
+    to 16,000 page faults a step: 10 % of the default job's time. The price: memory once used stays with the rank.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
+            mallopt(option, value)
 
 
 @contextmanager

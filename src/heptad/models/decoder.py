@@ -23,6 +23,7 @@ from heptad.models.batch import IGNORED, Batch
 from heptad.models.dropout import Dropout
 from heptad.models.init import materialise
 from heptad.models.layers import Embedding
+from heptad.models.loss import TokenLoss
 from heptad.models.rotary import Rotary
 
 Segment = Callable[[Tensor, Batch], Tensor]
@@ -127,7 +128,10 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """The loss of `batch`, summed over its targets."""
-        return loss_sum(self.logits(x), batch.labels)
+        if self.out.tape is None:
+            return loss_sum(self.logits(x), batch.labels)
+        loss: Tensor = TokenLoss.apply(_at_least_fp32(self.logits(x)).flatten(0, -2), batch.labels.flatten())
+        return loss
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -135,8 +139,13 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
     logits [..., V], labels [...] int64. Computed in at least fp32. A mean would be 0/0 for a batch without targets.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        _at_least_fp32(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class Decoder(nn.Module):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from heptad.models.taps import GradSink, Tape
 
@@ -27,18 +26,26 @@ def trainable(param: nn.Parameter | None) -> bool:
     return param is not None and param.requires_grad
 
 
+def _pass_on(ctx: Any, saved: tuple[Any, ...], dy: Tensor, wanted: bool) -> Tensor | None:
+    """dy for the probe; with a sink the weight gradients are written here, and nothing is passed on."""
+    if wanted and ctx.sink is not None:
+        ctx.module.write_weight_grads(saved, dy, ctx.sink)
+    return dy if wanted and ctx.sink is None else None
+
+
 class _LinearInput(torch.autograd.Function):
     """y = x Wᵀ + b whose backward is dx = dy W and hands dy to the probe. `module` is read when the backward runs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probe: Tensor | None, module: Linear) -> Tensor:
-        ctx.module = module
+    def forward(ctx: Any, x: Tensor, link: Tensor | None, module: Linear, sink: GradSink | None) -> Tensor:
+        ctx.module, ctx.sink, ctx.x = module, sink, None if sink is None else x
         return F.linear(x, module.weight, module.bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        dx = dy @ ctx.module.weight if ctx.needs_input_grad[0] else None
-        return dx, dy if ctx.needs_input_grad[1] else None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        passed = _pass_on(ctx, (ctx.x,), dy, ctx.needs_input_grad[1])
+        ctx.x = None
+        return dy @ ctx.module.weight if ctx.needs_input_grad[0] else None, passed, None, None
 
 
 class Linear(nn.Linear):
@@ -53,10 +60,10 @@ class Linear(nn.Linear):
         """x [..., D] -> [..., O]."""
         if self.tape is None:
             return F.linear(x, self.weight, self.bias)
-        probe = None
+        link = None
         if trainable(self.weight) or trainable(self.bias):
-            probe = self.tape.tap(self, (x,), x, torch.Size((*x.shape[:-1], self.weight.shape[0])))
-        out: Tensor = _LinearInput.apply(x, probe, self)
+            link = self.tape.link(self, (x,), x, torch.Size((*x.shape[:-1], self.weight.shape[0])))
+        out: Tensor = _LinearInput.apply(x, link, self, self.tape.sink)
         return out
 
     def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
@@ -72,12 +79,13 @@ class _EmbeddingLookup(torch.autograd.Function):
     """Rows of a table; nothing to differentiate but the probe."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, ids: Tensor, probe: Tensor | None, module: Embedding) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, link: Tensor | None, module: Embedding, sink: GradSink | None) -> Tensor:
+        ctx.module, ctx.sink, ctx.ids = module, sink, ids
         return F.embedding(ids, module.weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
-        return None, dy if ctx.needs_input_grad[1] else None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _pass_on(ctx, (ctx.ids,), dy, ctx.needs_input_grad[1]), None, None
 
 
 class Embedding(nn.Embedding):
@@ -95,10 +103,10 @@ class Embedding(nn.Embedding):
         """ids [...] -> [..., D]."""
         if self.tape is None:
             return F.embedding(ids, self.weight)
-        probe = None
+        link = None
         if trainable(self.weight):
-            probe = self.tape.tap(self, (ids,), self.weight, torch.Size((*ids.shape, self.weight.shape[1])))
-        out: Tensor = _EmbeddingLookup.apply(ids, probe, self)
+            link = self.tape.link(self, (ids,), self.weight, torch.Size((*ids.shape, self.weight.shape[1])))
+        out: Tensor = _EmbeddingLookup.apply(ids, link, self, self.tape.sink)
         return out
 
     def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
@@ -120,13 +128,15 @@ class _RMSNormInput(torch.autograd.Function):
     """RMSNorm; backward gives dx from (x, 1/rms) and the weight read by reference, and hands dy to the probe."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inverse: Tensor, probe: Tensor | None, module: RMSNorm) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, inverse: Tensor, link: Tensor | None, module: RMSNorm, sink: GradSink | None
+    ) -> Tensor:
         ctx.save_for_backward(x, inverse)
-        ctx.module = module
+        ctx.module, ctx.sink = module, sink
         return (_at_least_fp32(x) * inverse).mul_(module.weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
@@ -135,7 +145,7 @@ class _RMSNormInput(torch.autograd.Function):
             inner = torch.linalg.vecdot(scaled, wide).unsqueeze(-1)
             slope = inner * inverse.pow(3) / x.shape[-1]
             dx = scaled.mul_(inverse).addcmul_(wide, slope, value=-1).to(x.dtype)
-        return dx, None, dy if ctx.needs_input_grad[2] else None, None
+        return dx, None, _pass_on(ctx, (x, inverse), dy, ctx.needs_input_grad[2]), None, None
 
 
 class RMSNorm(nn.RMSNorm):
@@ -154,8 +164,8 @@ class RMSNorm(nn.RMSNorm):
             return (wide * _inverse_rms(wide, self.eps)).mul(self.weight).to(x.dtype)
         with torch.no_grad():
             inverse = _inverse_rms(_at_least_fp32(x), self.eps)
-        probe = self.tape.tap(self, (x, inverse), x) if trainable(self.weight) else None
-        out: Tensor = _RMSNormInput.apply(x, inverse, probe, self)
+        link = self.tape.link(self, (x, inverse), x) if trainable(self.weight) else None
+        out: Tensor = _RMSNormInput.apply(x, inverse, link, self, self.tape.sink)
         return out
 
     def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
@@ -170,10 +180,11 @@ class _LayerNormInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, mean: Tensor, inverse: Tensor, probe: Tensor | None, module: LayerNorm
-    ) -> Tensor:
+        ctx: Any, x: Tensor, y: Tensor, mean: Tensor, inverse: Tensor, link: Tensor | None, module: LayerNorm,
+        sink: GradSink | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, mean, inverse)
-        ctx.module = module
+        ctx.module, ctx.sink = module, sink
         return y.view_as(y)
 
     @staticmethod
@@ -186,7 +197,7 @@ class _LayerNormInput(torch.autograd.Function):
             mask = [True, False, False]
             kernel = torch.ops.aten.native_layer_norm_backward
             dx = kernel(grad, wide, dims, mean, inverse, weight, None, mask)[0].to(x.dtype)
-        return dx, None, None, None, dy if ctx.needs_input_grad[4] else None, None
+        return dx, None, None, None, _pass_on(ctx, (x, mean, inverse), dy, ctx.needs_input_grad[4]), None, None
 
 
 class LayerNorm(nn.LayerNorm):
@@ -206,8 +217,8 @@ class LayerNorm(nn.LayerNorm):
         with torch.no_grad():
             y, mean, inverse = self._normalise(x)
         wanted = trainable(self.weight) or trainable(self.bias)
-        probe = self.tape.tap(self, (x, mean, inverse), x) if wanted else None
-        out: Tensor = _LayerNormInput.apply(x, y, mean, inverse, probe, self)
+        link = self.tape.link(self, (x, mean, inverse), x) if wanted else None
+        out: Tensor = _LayerNormInput.apply(x, y, mean, inverse, link, self, self.tape.sink)
         return out
 
     def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

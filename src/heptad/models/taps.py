@@ -5,6 +5,8 @@ detached input on the tape, and it takes a *probe*: a zero-stride expanded leaf 
 is the gradient dy of the module's output. W then computes weight gradients from (x, dy) alone, under `no_grad`,
 straight into the bucket's gradient buffer: it needs no gathered weight, and there is no `.grad`, no hook and no copy.
 
+When B runs both at once, a tape with a sink does the same without probes: W of a module follows its dy at once.
+
 Without a tape the module is the plain torch module, which is what the reference run of `verify` uses.
 Source of the split: zero bubble pipelines, Qi et al., arXiv 2401.10241, §2. Read next: `schedule/executor.py`.
 """
@@ -40,11 +42,24 @@ class Tapped(Protocol):
 
 
 class Tape:
-    """Taps of one forward of one unit, in order."""
+    """Taps of one forward of one unit, in order.
 
-    def __init__(self) -> None:
+    With a `sink` the backward is not split (B): no probe is made, each tapped module writes its weight gradients into
+    the sink as soon as its dy is there, and lets go of both. `anchor` is then the leaf that I asks for: it ties every
+    tapped module into the graph, also one whose input wants no gradient; its own gradient is None.
+    """
+
+    def __init__(self, sink: GradSink | None = None) -> None:
+        self.sink = sink
+        self.anchor: Tensor | None = None if sink is None else torch.zeros((), requires_grad=True)
         self.taps: list[tuple[Tapped, tuple[Tensor, ...], Tensor]] = []
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def link(
+        self, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, shape: torch.Size | None = None
+    ) -> Tensor | None:
+        """What ties `module` into the graph: the anchor, or a probe recorded with what W needs (`saved`)."""
+        return self.anchor if self.sink is not None else self.tap(module, saved, like, shape)
 
     def tap(self, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, shape: torch.Size | None = None) -> Tensor:
         """Record `module`; returns the probe, of `shape` (or `like`'s) and of `like`'s dtype and device."""
@@ -56,8 +71,12 @@ class Tape:
         return probe
 
     def probes(self) -> list[Tensor]:
-        """The leaves whose gradients I must ask for."""
+        """The leaves whose gradients are the dys that W needs."""
         return [probe for _, _, probe in self.taps]
+
+    def leaves(self) -> list[Tensor]:
+        """The leaves I must ask for beside the unit's input: probes, or the anchor."""
+        return self.probes() if self.anchor is None else [self.anchor]
 
 
 def write_weight_grads(tape: Tape, dys: list[Tensor | None], sink: GradSink) -> None:

@@ -89,7 +89,8 @@ class Executor:
         scale: gradient of the last unit's output (one over the step's count of targets); update: what U does, given
         those outputs. logits: the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
         """
-        step = _Step(self, batches, scale, logits)
+        split = any(action.kind is Kind.INPUT_GRAD for action in program)
+        step = _Step(self, batches, scale, logits, split)
         origin = time.perf_counter()
         for action, self.phase in zip(program, phases(program), strict=True):
             start = time.perf_counter()
@@ -107,9 +108,15 @@ class Executor:
         assert not step.runs and not step.grads, "a program left work undone"
         return step.outputs
 
-    def forward(self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool) -> tuple[Tensor, Tape]:
-        """One unit's forward, with a tape where the engine wants taps."""
-        tape = Tape()
+    def sink(self, unit: int, microbatch: int) -> GradSink:
+        """Where the weight gradients of `unit` on `microbatch` go."""
+        return self.engine
+
+    def forward(
+        self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool, sink: GradSink | None = None
+    ) -> tuple[Tensor, Tape]:
+        """One unit's forward, with a tape where the engine wants taps; `sink`: its backward will not be split."""
+        tape = Tape(sink)
         for module in self._tapped[unit]:
             set_tape(module, tape if taped and self.engine.uses_taps else None)
         output = self.model.units[unit](inputs, batch)
@@ -133,8 +140,10 @@ class Executor:
 class _Step:
     """Tensors alive during one run, keyed by (unit, micro-batch)."""
 
-    def __init__(self, executor: Executor, batches: Sequence[Batch], scale: Tensor | float, logits: bool) -> None:
-        self.executor, self.batches, self.scale, self.logits = executor, batches, scale, logits
+    def __init__(
+        self, executor: Executor, batches: Sequence[Batch], scale: Tensor | float, logits: bool, split: bool
+    ) -> None:
+        self.executor, self.batches, self.scale, self.logits, self.split = executor, batches, scale, logits, split
         self.runs: dict[tuple[int, int], _Run] = {}
         self.boundaries: dict[tuple[int, int], Tensor] = {}  # output of a unit, detached: the next one's input
         self.grads: dict[tuple[int, int], Tensor] = {}  # gradient of a unit's output
@@ -172,7 +181,8 @@ class _Step:
                 with executor.engine.whole(executor.model.units[unit]):
                     output, tape = executor.model.units[unit].logits(inputs), Tape()  # type: ignore[operator]
             else:
-                output, tape = executor.forward(unit, inputs, batch, taped=grad and not recompute)
+                sink = self._sink(unit, microbatch) if grad and not recompute else None
+                output, tape = executor.forward(unit, inputs, batch, grad and not recompute, sink)
         if grad and not recompute:
             self.runs[unit, microbatch] = _Run(inputs, output, tape, [])
         if unit == self.last:
@@ -180,15 +190,21 @@ class _Step:
         else:
             self.boundaries[unit, microbatch] = output.detach().requires_grad_(grad)
 
+    def _sink(self, unit: int, microbatch: int) -> GradSink | None:
+        """For a backward in one piece (B): weight gradients are written while it runs, nothing waits for a W."""
+        return self.executor.sink(unit, microbatch) if self.executor.engine.uses_taps and not self.split else None
+
     def _recompute(self, unit: int, microbatch: int) -> None:
         inputs = self._input(unit, microbatch, keep=False)
-        output, tape = self.executor.forward(unit, inputs, self.batches[microbatch], taped=True)
+        sink = self._sink(unit, microbatch)
+        output, tape = self.executor.forward(unit, inputs, self.batches[microbatch], taped=True, sink=sink)
         self.runs[unit, microbatch] = _Run(inputs, output, tape, [])
 
     def _input_grad(self, unit: int, microbatch: int) -> None:
         run = self.runs[unit, microbatch]
         wants = [run.inputs] if run.inputs is not None and unit > self.executor.backward_from else []
         probes, loose = run.tape.probes(), self.executor.loose(unit)
+        leaves = run.tape.leaves()
         if unit == self.last:
             dy = torch.ones_like(run.output) * self.scale
         else:
@@ -197,17 +213,17 @@ class _Step:
             torch.autograd.backward(run.output, dy)
             grads: Sequence[Tensor | None] = [x.grad for x in wants]
         else:
-            grads = torch.autograd.grad(run.output, [*wants, *probes, *loose], dy, allow_unused=True)
+            grads = torch.autograd.grad(run.output, [*wants, *leaves, *loose], dy, allow_unused=True)
         if wants:
             dx = grads[0]
             self.grads[unit - 1, microbatch] = torch.zeros_like(wants[0]) if dx is None else dx
         if self.executor.engine.uses_taps:
             run.dys = list(grads[len(wants) : len(wants) + len(probes)])
-            for param, grad in zip(loose, grads[len(wants) + len(probes) :], strict=True):
+            for param, grad in zip(loose, grads[len(wants) + len(leaves) :], strict=True):
                 if grad is not None:
-                    self.executor.engine.add(param, grad)
+                    self.executor.sink(unit, microbatch).add(param, grad)
         del run.output  # the graph is spent
 
     def _weight_grad(self, unit: int, microbatch: int) -> None:
         run = self.runs.pop((unit, microbatch))
-        write_weight_grads(run.tape, run.dys, self.executor.engine)
+        write_weight_grads(run.tape, run.dys, self.executor.sink(unit, microbatch))

@@ -15,7 +15,7 @@ import torch
 
 from heptad.config.schema import Job
 from heptad.launch.environ import RankInfo
-from heptad.launch.ranks import device_of, process_group
+from heptad.launch.ranks import device_of, keep_freed_memory, process_group
 from heptad.report.ledger import traffic_table
 from heptad.train.loop import run
 
@@ -45,6 +45,8 @@ def run_rank(job: Job, info: RankInfo, as_json: bool, ledger: bool, trace: bool)
     Raises KeyboardInterrupt after a clean stop, so that the launcher says how far the job came.
     """
     device = device_of(info, "cpu" if job.cluster.preset == "cpu" or not torch.cuda.is_available() else "cuda")
+    if device.type == "cpu":
+        keep_freed_memory()
     with deterministic(job.train.deterministic), process_group(info, device, COLLECTIVE_TIMEOUT_S):
         outcome = run(job, info.rank, device, trace=trace, ledger=ledger, diary=info.diary)
     if info.rank == 0:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from heptad.axes.apply import microbatches_of
 from heptad.axes.data.bucket import Bucket, GradState
 from heptad.axes.data.engine import DataEngine
 from heptad.config.schema import Job
@@ -24,8 +25,8 @@ from heptad.mesh.collectives import Group
 from heptad.models.batch import Batch
 from heptad.models.build import build
 from heptad.models.spec import ParamSpec
+from heptad.models.taps import GradSink
 from heptad.optim.norm import total_norm
-from heptad.schedule import executor as executor_module
 from heptad.schedule.action import Action, Kind
 from heptad.train import step as step_module
 from heptad.train.step import Trainer
@@ -227,15 +228,26 @@ def _wrong_denominator(fault: Fault, trainer: Trainer) -> None:
 def _dropped_microbatch(fault: Fault, trainer: Trainer) -> None:
     units = trainer.parallel.model.unit_specs
     chosen = next(at for at, unit in enumerate(units) if fault.param in unit.params)
-    right: Any = executor_module._Step._weight_grad
+    executor = trainer.parallel.executor
+    right, last = executor.sink, microbatches_of(trainer.job) - 1
 
-    def dropping(step: Any, unit: int, microbatch: int) -> None:
-        if unit == chosen and microbatch == len(step.batches) - 1 > 0:
-            step.runs.pop((unit, microbatch))
-        else:
-            right(step, unit, microbatch)
+    def dropping(unit: int, microbatch: int) -> GradSink:
+        return _Nowhere() if unit == chosen and microbatch == last > 0 else right(unit, microbatch)
 
-    setattr(executor_module._Step, "_weight_grad", dropping)  # noqa: B010
+    setattr(executor, "sink", dropping)  # noqa: B010
+
+
+class _Nowhere:
+    """A sink that forgets what it is given."""
+
+    def add_matmul(self, param: nn.Parameter, a: Tensor, b: Tensor) -> None:
+        """Forgotten."""
+
+    def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+        """Forgotten."""
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Forgotten."""
 
 
 def _norm_local(fault: Fault, trainer: Trainer) -> None:
