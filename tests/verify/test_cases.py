@@ -198,12 +198,14 @@ def test_c_047_stages_agree_under_accumulation() -> None:
 
 
 class Poisoned(Trainer):
-    """Rank 1's loss is nan in step 3."""
+    """Rank 1's loss is nan in step 3, and so are its gradients."""
 
-    def _update(self, step: int, losses: list[Tensor], num_targets: int, stop: bool) -> StepResult:
-        if step == 3 and self.rank == 1:
-            losses = [losses[0] * math.nan, *losses[1:]]
-        return super()._update(step, losses, num_targets, stop)
+    def poison(self, step: int) -> None:
+        """Before `step`."""
+        head = self.parallel.model.units[-1]
+        forward = type(head).forward
+        sick = step == 3 and self.rank == 1
+        head.forward = lambda x, batch: forward(head, x, batch) * (math.nan if sick else 1.0)
 
 
 def spiked(rank: int, job: Job) -> tuple[list[StepResult | str], bool, float]:
@@ -220,6 +222,7 @@ def spiked(rank: int, job: Job) -> tuple[list[StepResult | str], bool, float]:
 
     for step in range(1, 5):
         before, updates = state(), trainer.optimizer.updates
+        trainer.poison(step)
         try:
             results.append(trainer.step(step, tiny_batches(job, rank, 2, step)))
         except NonFinite as error:

@@ -79,18 +79,20 @@ class Executor:
         self,
         program: Program,
         batches: Sequence[Batch],
-        scale: Tensor | float = 1.0,
+        scale: Callable[[], float] = lambda: 1.0,
         update: Callable[[list[Tensor]], None] | None = None,
         record: list[Event] | None = None,
         logits: bool = False,
+        outputs_ready: Callable[[list[Tensor]], None] | None = None,
     ) -> list[Tensor]:
         """Run `program`; returns each micro-batch's output of the last unit (detached).
 
-        scale: gradient of the last unit's output (one over the step's count of targets); update: what U does, given
-        those outputs. logits: the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
+        scale: gradient of the last unit's output (one over the step's count of targets), asked for when its backward
+        runs. outputs_ready: called with those outputs after the last forward; update: what U does, given them. logits:
+        the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
         """
         split = any(action.kind is Kind.INPUT_GRAD for action in program)
-        step = _Step(self, batches, scale, logits, split)
+        step = _Step(self, batches, scale, logits, split, outputs_ready)
         origin = time.perf_counter()
         for action, self.phase in zip(program, phases(program), strict=True):
             start = time.perf_counter()
@@ -141,9 +143,16 @@ class _Step:
     """Tensors alive during one run, keyed by (unit, micro-batch)."""
 
     def __init__(
-        self, executor: Executor, batches: Sequence[Batch], scale: Tensor | float, logits: bool, split: bool
+        self,
+        executor: Executor,
+        batches: Sequence[Batch],
+        scale: Callable[[], float],
+        logits: bool,
+        split: bool,
+        outputs_ready: Callable[[list[Tensor]], None] | None,
     ) -> None:
         self.executor, self.batches, self.scale, self.logits, self.split = executor, batches, scale, logits, split
+        self.outputs_ready = outputs_ready
         self.runs: dict[tuple[int, int], _Run] = {}
         self.boundaries: dict[tuple[int, int], Tensor] = {}  # output of a unit, detached: the next one's input
         self.grads: dict[tuple[int, int], Tensor] = {}  # gradient of a unit's output
@@ -187,6 +196,8 @@ class _Step:
             self.runs[unit, microbatch] = _Run(inputs, output, tape, [])
         if unit == self.last:
             self.outputs.append(output.detach())
+            if self.outputs_ready is not None and len(self.outputs) == len(self.batches):
+                self.outputs_ready(self.outputs)
         else:
             self.boundaries[unit, microbatch] = output.detach().requires_grad_(grad)
 
@@ -206,7 +217,7 @@ class _Step:
         probes, loose = run.tape.probes(), self.executor.loose(unit)
         leaves = run.tape.leaves()
         if unit == self.last:
-            dy = torch.ones_like(run.output) * self.scale
+            dy = torch.full_like(run.output, self.scale())
         else:
             dy = self.grads.pop((unit, microbatch))
         if not self.executor.engine.uses_taps:

@@ -1,17 +1,18 @@
 """One training step and one evaluation, on one rank.
 
-A step: count the targets of the whole global batch (one integer all-reduce, before the first backward); run the
-program, whose last unit's output is scaled by one over that count, so gradients are only ever summed; then, in U: the
-loss and the gradient norm of the whole model, one decision that all ranks share (finite or not), clipping, the
-optimizer. Read next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
+A step: count the targets of the whole global batch (one integer all-reduce under the first forward); run the
+program, whose last unit's output is scaled by one over that count, so gradients are only ever summed; the loss is
+summed over ranks under the backward; then, in U: the gradient norm of the whole model, one decision that all ranks
+share (finite or not), clipping, the optimizer. Read next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from heptad.axes.apply import Parallel, apply, microbatches_of
 from heptad.axes.data.stages import LOSS_AXES
 from heptad.config.schema import Job
-from heptad.mesh.collectives import all_reduce
+from heptad.mesh.collectives import Group, Work, all_reduce
 from heptad.mesh.host import host_value
 from heptad.mesh.ledger import LibraryLedger
 from heptad.models.batch import Batch
@@ -56,6 +57,27 @@ class StepResult:
     stop: bool
 
 
+class LossSum:
+    """Sum of the step's losses and of the wishes to stop over all ranks, hidden under the backward where it can be."""
+
+    def __init__(self, group: Group, stop: bool) -> None:
+        self.group, self.stop = group, stop
+        self._work: Work | None = None
+
+    def start(self, losses: list[Tensor]) -> None:
+        """After the last forward; a second call changes nothing."""
+        if self._work is None:
+            self.local = torch.stack(losses).double().sum()
+            self._figures = torch.stack([self.local, torch.full_like(self.local, float(self.stop))])
+            self._work = all_reduce(self._figures, self.group, "loss")
+
+    def wait(self) -> tuple[float, bool]:
+        """(sum of the losses, whether some rank asked to stop), equal on all ranks."""
+        assert self._work is not None
+        self._work.wait()
+        return host_value(self._figures[0], expected=0.0), host_value(self._figures[1], expected=0.0) > 0
+
+
 class Trainer:
     """A job on one rank: model, engine, optimizer, program. Construction is collective over all ranks."""
 
@@ -86,12 +108,17 @@ class Trainer:
         self._mode(training=True)
         num_targets = self.count_targets(batches)
         self.engine.begin_step()
+        loss = LossSum(self.loss_group, stop)
 
         def update(losses: list[Tensor]) -> None:
-            self.result = self._update(step, losses, num_targets, stop)
+            loss.start(losses)
+            self.result = self._update(step, loss, num_targets())
 
         with self._library_ledger() if count_library else nullcontext():
-            self.parallel.executor.run(self.program, batches, 1.0 / max(num_targets, 1), update, record)
+            twice = count_library and self.engine.library_communicates  # its ledger would count the loss once more
+            early = None if twice else loss.start
+            run = self.parallel.executor.run
+            run(self.program, batches, lambda: 1.0 / max(num_targets(), 1), update, record, outputs_ready=early)
         assert self.result is not None
         num_tokens = sum(batch.ids.numel() for batch in batches) * self.loss_group.size
         return replace(self.result, num_tokens=num_tokens)
@@ -112,25 +139,30 @@ class Trainer:
         if self.parallel.model.module.training is not training:
             self.parallel.model.module.train(training)
 
-    def count_targets(self, batches: Sequence[Batch]) -> int:
-        """Targets of the whole global batch: the one denominator of the step."""
-        count = torch.stack([(batch.labels >= 0).sum() for batch in batches]).sum()
-        all_reduce(count, self.loss_group, "count").wait()
-        return int(host_value(count, expected=sum(batch.labels.numel() for batch in batches)))
+    def count_targets(self, batches: Sequence[Batch]) -> Callable[[], int]:
+        """Targets of the whole global batch, the one denominator of the step: starts the sum, the result waits for it.
 
-    def _update(self, step: int, losses: list[Tensor], num_targets: int, stop: bool) -> StepResult:
+        The first forward hides it; the first backward asks.
+        """
+        count = torch.stack([(batch.labels >= 0).sum() for batch in batches]).sum()
+        work = all_reduce(count, self.loss_group, "count")
+
+        def wait() -> int:
+            work.wait()
+            return int(host_value(count, expected=sum(batch.labels.numel() for batch in batches)))
+
+        return cache(wait)
+
+    def _update(self, step: int, summed: LossSum, num_targets: int) -> StepResult:
         """What U does: nothing changes unless loss and gradient are finite on every rank."""
         section = self.job.optimizer
         self.engine.finish_grads()
-        local = torch.stack(losses).double().sum()
-        figures = torch.stack([local, torch.full_like(local, float(stop))])
-        all_reduce(figures, self.loss_group, "loss").wait()
-        loss = host_value(figures[0], expected=0.0) / max(num_targets, 1)
-        stops = host_value(figures[1], expected=0.0) > 0
+        total, stops = summed.wait()
+        loss = total / max(num_targets, 1)
         norm = total_norm(self.engine.shards)
         norm_value = host_value(norm, expected=0.0)
         finite = math.isfinite(loss) and math.isfinite(norm_value)
-        bad_rank = None if finite else self._first_bad_rank(local)
+        bad_rank = None if finite else self._first_bad_rank(summed.local)
         if not finite and section.nonfinite == "raise":
             where = "every rank's own loss is finite" if bad_rank is None else f"first on rank {bad_rank}"
             raise NonFinite(f"step {step}: loss {loss}, gradient norm {norm_value} ({where})")

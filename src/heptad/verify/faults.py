@@ -218,9 +218,9 @@ def _wrong_denominator(fault: Fault, trainer: Trainer) -> None:
         return
     right = trainer.count_targets
 
-    def local(batches: list[Batch]) -> int:
-        right(batches)
-        return max(sum(batch.num_targets() for batch in batches), 1)
+    def local(batches: list[Batch]) -> Callable[[], int]:
+        everyone = right(batches)
+        return lambda: min(everyone(), max(sum(batch.num_targets() for batch in batches), 1))
 
     setattr(trainer, "count_targets", local)  # noqa: B010
 

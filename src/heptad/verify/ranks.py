@@ -21,9 +21,9 @@ from heptad.loader.prepare import PreparedData
 from heptad.mesh.layout import Layout
 from heptad.mesh.piece import Piece
 from heptad.models.batch import Batch
-from heptad.models.taps import Tape
+from heptad.models.taps import GradSink, Tape
 from heptad.trace import Transfer
-from heptad.train.step import StepResult, Trainer
+from heptad.train.step import LossSum, StepResult, Trainer
 from heptad.verify.faults import Fault
 from heptad.verify.meter import MemoryMeter
 from heptad.verify.reference import fingerprint
@@ -61,15 +61,17 @@ class Watched(Trainer):
         self._forward = self.parallel.executor.forward
         setattr(self.parallel.executor, "forward", self._seen)  # noqa: B010
 
-    def _seen(self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool) -> tuple[Tensor, Tape]:
-        output, tape = self._forward(unit, inputs, batch, taped)
+    def _seen(
+        self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool, sink: GradSink | None = None
+    ) -> tuple[Tensor, Tape]:
+        output, tape = self._forward(unit, inputs, batch, taped, sink)
         self.outputs.setdefault(id(batch), {}).setdefault(unit, fingerprint(output))
         return output, tape
 
-    def _update(self, step: int, losses: list[Tensor], num_targets: int, stop: bool) -> StepResult:
+    def _update(self, step: int, summed: LossSum, num_targets: int) -> StepResult:
         self.engine.finish_grads()
         self.grads = [s.piece(s.grad.clone()) for s in self.engine.shards if s.grad is not None]
-        return super()._update(step, losses, num_targets, stop)
+        return super()._update(step, summed, num_targets)
 
     def watch(self, step: int, batches: Sequence[Batch]) -> RankStep:
         """Run one step."""
