@@ -37,8 +37,8 @@ LINES: dict[str, Callable[[Effort], list[Row]]] = {
 NEED_BOX = ("slow-link", "hsdp", "wire")
 CAUSES = {
     "stage 0 ÷ torch DDP": (
-        "A tapped layer's forward costs about 50 µs more Python than a plain one. Four ranks on two cores, 256 tokens: "
-        "7 ms of CPU a rank more than the loop without communication, 5 more with it; the second part is not explained"
+        "both send the same bytes; a tapped layer costs about 70 µs of Python a step more than a plain one, 3 ms a "
+        "rank with this model, and two ranks share a core at 4 ranks"
     ),
     "stage 3 ÷ torch FSDP2, 2 nodes × 2": (
         "FSDP2's step is about compute plus its communication, and the bound below is itself about two thirds of that, "
@@ -53,7 +53,8 @@ Written by `make bench` (`benchmarks/run.py`). Contenders run inside the same pr
 figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
 (`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
 (`benchmarks/peers.py`). Smaller is better everywhere. Heptad runs with its defaults but for `bucket_mb`: 5 against DDP,
-0 (one block a bucket) over the slow link. These and the sizes were chosen while looking at results.
+0 (one block a bucket) over the slow link. These and the sizes were chosen while looking at results. Every process keeps
+the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit from that here as well.
 """
 
 
