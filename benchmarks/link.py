@@ -25,7 +25,7 @@ from heptad.schedule.action import COMPUTE, Action, Kind
 RATE = "200mbit"
 LINK = Size(layers=6, width=128, heads=4, mlp_width=344, vocab=2048, seq_len=128, sequences=8)
 WANTED = 2.0  # compute ÷ communication
-BUCKET = {"bucket_mb": 0.0}
+BUCKET = {"bucket_mb": 0.0, "prefetch": 2}
 """One block a bucket (the default joins blocks below 1 MB): what is exposed at both ends of a step is shorter."""
 
 

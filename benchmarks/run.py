@@ -41,8 +41,8 @@ CAUSES = {
         "rank with this model, and two ranks share a core at 4 ranks"
     ),
     "stage 3 ÷ torch FSDP2, 2 nodes × 2": (
-        "FSDP2's step is about compute plus its communication, and the bound below is itself about two thirds of that, "
-        "so little room is left at this share of compute; what ours loses against the bound was not isolated"
+        "the bound two lines below is itself 0.66 of FSDP2's step: with communication half of compute, a step that "
+        "hides all of it could not reach 0.65"
     ),
 }
 """Beginning of a row's `what` -> why its target is missed where it is, as found by profiling."""
@@ -53,8 +53,8 @@ Written by `make bench` (`benchmarks/run.py`). Contenders run inside the same pr
 figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
 (`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
 (`benchmarks/peers.py`). Smaller is better everywhere. Heptad runs with its defaults but for `bucket_mb`: 5 against DDP,
-0 (one block a bucket) over the slow link. These and the sizes were chosen while looking at results. Every process keeps
-the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit from that here as well.
+0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen while looking at results. Every
+process keeps the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit from that as well.
 """
 
 
