@@ -53,8 +53,8 @@ Written by `make bench` (`benchmarks/run.py`). Contenders run inside the same pr
 figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
 (`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
 (`benchmarks/peers.py`). Smaller is better everywhere. Heptad runs with its defaults but for `bucket_mb`: 5 against DDP,
-0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen while looking at results. Every
-process keeps the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit from that as well.
+0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen while looking at results.
+Every process keeps the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit too.
 """
 
 
