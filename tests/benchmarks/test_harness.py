@@ -63,7 +63,7 @@ def _unlike(rank: int) -> None:
 
 
 def test_a_contender_that_trains_something_else_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 0:(.|\n)*AssertionError"):
+    with pytest.raises(RuntimeError, match=r"rank 0 failed:(.|\n)*AssertionError"):
         launch(1, _unlike)
 
 

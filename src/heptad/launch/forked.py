@@ -30,10 +30,17 @@ class RankFailed(RuntimeError):
         self.rank = rank
 
 
-def forked(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def forked(
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    prepare: Callable[[int], None] = lambda rank: None,
+) -> list[Any]:
     """Run `fn(rank, *args)` on `num_ranks` forked gloo ranks; returns their results in rank order.
 
-    Raises RankFailed for the first rank that raises or dies, or for the slowest after `timeout_s`; no process is left.
+    prepare: called with the rank in each new process, before it meets the others. Raises RankFailed for the first rank
+    that raises or dies, or for the slowest after `timeout_s`; no process is left.
     """
     assert not dist.is_initialized(), "the parent of forked ranks must not have a process group"
     context = mp.get_context("fork")
@@ -41,7 +48,7 @@ def forked(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float 
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks = [
             context.Process(
-                target=_rank, args=(rank, num_ranks, f"{folder}/store", pipes[rank][1], timeout_s, fn, args)
+                target=_rank, args=(rank, num_ranks, f"{folder}/store", pipes[rank][1], timeout_s, prepare, fn, args)
             )
             for rank in range(num_ranks)
         ]
@@ -83,10 +90,18 @@ def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
 
 
 def _rank(
-    rank: int, world: int, store: str, pipe: Connection, timeout_s: float, fn: Callable[..., Any], args: Any
+    rank: int,
+    world: int,
+    store: str,
+    pipe: Connection,
+    timeout_s: float,
+    prepare: Callable[[int], None],
+    fn: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
+        prepare(rank)
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, world),
