@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.published import PUBLISHED
 
 from heptad.config.check import problems
 from heptad.config.load import load
@@ -10,15 +11,6 @@ from heptad.config.presets import expand, job_presets, model_preset, model_prese
 from heptad.config.schema import ModelSection
 from heptad.errors import ConfigError
 from heptad.models.spec import param_specs
-
-PUBLISHED = {
-    "gpt2-small": 124_439_808,
-    "gpt3-175b": 174_604_259_328,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "qwen3-8b": 8_190_735_360,
-}
 
 
 @pytest.mark.parametrize("name", sorted(job_presets()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.models.helpers import GPT, LLAMA, QWEN
+from tests.published import PUBLISHED
 
 from heptad.config.presets import model_preset, model_presets
 from heptad.config.schema import Job, LayoutSection, ModelSection
@@ -14,16 +15,6 @@ from heptad.models.decoder import Decoder
 from heptad.models.resolve import derived, resolve
 from heptad.models.spec import param_specs, unit_specs
 
-# Llama, Qwen3 and GPT-2: counts of the released weights. GPT-3: 12·96·12288² + biases and norms + 50257 + 2048 rows,
-# arXiv 2005.14165 table 2.1 says 175.0 B.
-PUBLISHED = {
-    "gpt2-small": 124_439_808,
-    "gpt3-175b": 174_604_259_328,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "qwen3-8b": 8_190_735_360,
-}
 VARIANTS = {"gpt": GPT, "llama": LLAMA, "qwen": QWEN, "layer with qk-norm": GPT.model_copy(update={"qk_norm": True})}
 
 
