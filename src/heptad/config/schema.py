@@ -90,6 +90,7 @@ class ModelSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
+    attention: Literal["auto", "flash", "math"] = "auto"
     frozen: tuple[str, ...] = ()
 
 
@@ -126,10 +127,11 @@ class LayoutSection(Section):
 
 
 class RecomputeSection(Section):
-    """Which forward is run again in the backward instead of being kept."""
+    """Which forward is run again in the backward instead of being kept; `layers` empty means every block."""
 
     mode: Literal["none", "selective", "full"] = "none"
     segment: Annotated[int, Field(ge=1)] | Literal["sqrt"] = 1
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
 class PrecisionSection(Section):
@@ -217,6 +219,7 @@ class TrainSection(Section):
     seed: int = Field(default=0, ge=0)
     deterministic: bool = False
     compile: bool = False
+    loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     val_every: int = Field(default=0, ge=0)
     val_batches: int = Field(default=8, ge=1)
     sample_tokens: int = Field(default=64, ge=0)
