@@ -82,7 +82,7 @@ def test_a_class_in_the_current_folder_is_found_and_tried_before_a_rank_starts(t
 
 
 @pytest.mark.parametrize("verb", ["train", "verify", "timeline", "data", "plan"])
-@pytest.mark.parametrize("args", [["debgu"], ["debug", "--set", "layout.tp=4"], ["debug", "--set", "train.stesp=4"]])
+@pytest.mark.parametrize("args", [["debgu"], ["debug", "--set", "layout.tp=3"], ["debug", "--set", "train.stesp=4"]])
 def test_c_117_a_bad_job_exits_2_on_one_screen_before_anything_starts(
     heptad: Heptad, verb: str, args: list[str]
 ) -> None:

@@ -38,6 +38,16 @@ def test_c_117_one_error_lists_every_rule_with_numbers_and_legal_values(snapshot
     snapshot("c_117_every_rule", str(error.value))
 
 
+def test_c_034_fewer_kv_heads_than_tensor_ranks_that_do_not_divide_them_is_one_clear_error() -> None:
+    sets = ["layout.tp=4", "model.heads=12", "model.kv_heads=3", "model.head_dim=8"]
+    (problem,) = problems(load("debug", sets))
+    assert problem.field == "model.kv_heads" and problem.value == 3
+    assert "kv_heads = 3 < tp = 4" in problem.rule and "4 % 3 = 1" in problem.rule
+    assert problem.fix == "tp = 3 or 6 (heads = 12), or kv_heads = 2 or 4"
+    for tp, kv_heads in ((3, 3), (6, 3), (4, 2), (4, 4)):  # what the fix says is legal
+        assert fields(f"layout.tp={tp}", "model.heads=12", f"model.kv_heads={kv_heads}", "model.head_dim=8") == []
+
+
 def test_a_job_with_something_of_everything_wrong(snapshot: Snapshot) -> None:
     sets = (
         "model.preset=lama3-8b",
@@ -65,22 +75,16 @@ UNBUILT = {
     "layout.pp": "2",
     "layout.vpp": "2",
     "layout.cp": "2",
-    "layout.tp": "2",
-    "layout.sequence_parallel": "true",
     "layout.ep": "1",
     "layout.etp": "1",
-    "layout.keep_gathered": "true",
-    "recompute.mode": "selective",
-    "recompute.segment": "2",
     "precision.float8": "true",
     "zeropp.qwz": "true",
     "zeropp.hpz": "true",
     "zeropp.qgz": "true",
     "offload.optimizer": "cpu",
     "offload.params": "nvme",
-    "offload.activations": "cpu",
+    "offload.activations": "nvme",
     "checkpoint.async": "true",
-    "train.compile": "true",
 }
 
 
@@ -98,10 +102,6 @@ def test_what_is_not_built_is_refused(option: str) -> None:
     assert any("not built yet" in problem.rule for problem in refused), refused
 
 
-def test_full_recompute_is_built() -> None:
-    assert fields("recompute.mode=full") == []
-
-
 @pytest.mark.parametrize(
     ("field", "sets"),
     [
@@ -111,6 +111,12 @@ def test_full_recompute_is_built() -> None:
             "model.rope_scaling={kind='llama3', factor=8.0, original_max_positions=128, beta_fast=16.0}"]),
         ("model.rope_scaling.low_freq_factor", [
             "model.rope_scaling={kind='yarn', factor=8.0, original_max_positions=128, low_freq_factor=2.0}"]),
+        ("layout.sequence_parallel", ["layout.sequence_parallel=true"]),
+        ("layout.keep_gathered", ["layout.sequence_parallel=true", "layout.keep_gathered=true"]),
+        ("layout.keep_gathered", ["layout.tp=2", "layout.keep_gathered=true"]),
+        ("recompute.segment", ["recompute.segment=2"]),
+        ("recompute.segment", ["recompute.mode=selective", "recompute.segment=sqrt"]),
+        ("recompute.layers", ["recompute.layers=[0]"]),
         ("layout.schedule", ["layout.schedule=gpipe"]),
         ("layout.context", ["layout.context=ulysses"]),
         ("layout.cp_ulysses", ["layout.cp_ulysses=2"]),
@@ -162,6 +168,27 @@ def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) 
         ["precision.params=bf16", "precision.reduce=bf16"],
         ["precision.params=fp64", "precision.reduce=fp64"],
         ["precision.reduce=fp32"],
+        ["layout.tp=4", "layout.sequence_parallel=true"],
+        ["layout.tp=8", "layout.sequence_parallel=true", "layout.keep_gathered=true", "layout.dp_shard=2"],
+        ["layout.tp=4", "model.mlp_width=167", "model.vocab=509"],
+        ["layout.tp=4", "model.mlp_width=4", "model.vocab=4"],
+        ["recompute.mode=full"],
+        ["recompute.mode=selective"],
+        ["recompute.mode=selective", "recompute.layers=[0, 7]"],
+        ["recompute.mode=full", "recompute.segment=8"],
+        ["recompute.mode=full", "recompute.segment=sqrt"],
+        ["recompute.mode=full", "recompute.segment=3", "recompute.layers=[7, 0, 2, 3, 4]"],
+        ["recompute.mode=full", "recompute.layers=[0, 1, 2, 3, 4, 5, 6, 7]"],
+        ["recompute.mode=full", "recompute.layers=[40]", "model.class=a.b:C"],
+        ["recompute.mode=full", "recompute.segment=40", "model.class=a.b:C"],
+        ["offload.activations=cpu"],
+        ["offload.activations=cpu", "recompute.mode=full"],
+        ["train.compile=true"],
+        ["train.loss_chunk=1"],
+        ["train.loss_chunk=128", "train.micro_batch=2"],
+        ["model.attention=flash"],
+        ["model.attention=math"],
+        ["model.attention=math", "model.attention_dropout=0.1"],
         ["layout.order=tp-cp-dp_shard-dp_replicate-pp", "layout.dp_replicate=2", "layout.dp_shard=3"],
         ["cluster.devices_per_node=3", "cluster.nodes=2", "layout.dp_shard=6"],
     ],
@@ -200,7 +227,21 @@ def test_legal_jobs_pass(sets: list[str]) -> None:
         ("layout.cp_ulysses", "cp_ulysses = 2 or 4", [
             "layout.cp=4", "layout.context='ring+ulysses'", "layout.cp_ulysses=3"]),
         ("layout.context", 'context = "ring"', ["layout.cp=16", "layout.context=ulysses"]),
-        ("model.mlp_width", "mlp_width = 160 or 176", ["layout.tp=16"]),
+        ("model.mlp_width", "mlp_width = 8, or tp = 2", ["layout.tp=8", "model.mlp_width=5"]),
+        ("model.mlp_width", "mlp_width = 16 or 22, or tp = 4", ["layout.tp=8", "model.mlp_width=17"]),
+        ("model.vocab", "vocab = 4, or tp = 2", ["layout.tp=4", "model.vocab=3"]),
+        ("model.kv_heads", "kv_heads = 4 or 12", ["layout.tp=4", "model.heads=12", "model.kv_heads=6"]),
+        ("model.attention", 'attention = "math"', ["model.attention=flash", "model.attention_dropout=0.1"]),
+        ("model.attention_dropout", "layout.cp = 1", ["layout.cp=2", "model.attention_dropout=0.1"]),
+        ("layout.engine", 'engine = "heptad"', ["layout.engine=fsdp2", "layout.tp=2"]),
+        ("recompute.layers", "leave 8, 9 out", ["recompute.mode=selective", "recompute.layers=[7, 9, 8]"]),
+        ("recompute.layers", "keep one", ["recompute.mode=full", "recompute.layers=[7, 7]"]),
+        ("recompute.segment", "segment <= 8", ["recompute.mode=full", "recompute.segment=9"]),
+        ("recompute.segment", "segment <= 2", [
+            "recompute.mode=full", "recompute.layers=[0, 1, 3]", "recompute.segment=3"]),
+        ("recompute.segment", "segment <= 1", [
+            "recompute.mode=full", "recompute.layers=[0, 2, 4]", "recompute.segment=sqrt"]),
+        ("train.loss_chunk", "loss_chunk <= 64", ["train.loss_chunk=65"]),
         ("layout.pp", "pp × vpp <= 8", ["layout.pp=9"]),
     ],
 )  # fmt: skip

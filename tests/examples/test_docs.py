@@ -61,7 +61,7 @@ def type_text(annotation: Any, metadata: list[Any]) -> str:
             return (
                 "list of tables"
                 if isinstance(args[0], type) and issubclass(args[0], Section)
-                else "list of " + (type_text(args[0], []) if get_origin(args[0]) is Literal else NAMES[args[0]])
+                else "list of " + type_text(args[0], [])
             )
         return f"list of {len(args)}: each {type_text(args[0], [])}"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
@@ -168,7 +168,7 @@ def test_the_readmes_ledger_is_what_the_formulas_say() -> None:
 
 
 def test_the_readmes_refusal_is_what_is_printed() -> None:
-    words, printed = readme_block("train default --set layout.tp=2")
+    words, printed = readme_block("train default --set layout.tp=4")
     with pytest.raises(ConfigError) as refused:
         check(load(words[1], sets_of(words)))
     assert f"{refused.value}\n" == printed

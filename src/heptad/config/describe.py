@@ -18,8 +18,9 @@ def summary(job: Job, figures: Mapping[str, int]) -> str:
     """Lines for people; `figures` as `models.resolve.derived` gives them."""
     layout, train = job.layout, job.train
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
+    stream = " with sequence parallel" if layout.sequence_parallel else ""
     lines = [
-        f"ranks             {world(layout)}" + (f" = {degrees}" if degrees else ""),
+        f"ranks             {world(layout)}" + (f" = {degrees}{stream}" if degrees else ""),
         f"data              {_plural(figures['data_ranks'], 'data rank')}, stage {layout.zero}, engine {layout.engine}",
         f"batch             {train.global_batch} sequences of {job.data.seq_len} tokens a step: "
         f"{figures['tokens_per_step']:,} tokens, {_plural(figures['micro_batches'], 'micro-batch')} "

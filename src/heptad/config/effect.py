@@ -1,7 +1,7 @@
 """Options that would do nothing in this job: refused, so that a set option always means something.
 
 An option counts as set when it differs from its default, so that a resolved job (every option written out) loads again.
-What is not built yet is `unbuilt.py`'s; the optimizer's options are `optimizer.py`'s.
+What is not built yet is `unbuilt.py`'s; [optimizer] is `optimizer.py`'s, [recompute] `recompute.py`'s.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ def _layout(job: Job) -> Iterator[Problem]:
     elif layout.context != "ring+ulysses":
         why = f'it is the inner factor of "ring+ulysses", but context is "{layout.context}"'
         yield from idle("layout", layout, ("cp_ulysses",), why, 'context = "ring+ulysses"')
+    if layout.tp == 1:
+        names = ("sequence_parallel", "keep_gathered")
+        yield from idle("layout", layout, names, "there is no tensor axis (tp = 1)", "tp > 1")
+    elif not layout.sequence_parallel:
+        why = "a tensor region's input is whole on every rank without sequence_parallel"
+        yield from idle("layout", layout, ("keep_gathered",), why, "sequence_parallel = true")
     if layout.engine == "fsdp2":
         why = 'engine = "fsdp2" makes its own buckets and prefetches its own way'
         yield from idle("layout", layout, ("bucket_mb", "prefetch"), why, 'engine = "heptad"')

@@ -20,6 +20,7 @@ BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 def problems(job: Job, model: ModelSection, devices_per_node: int | None) -> Iterator[Problem]:
     """`model` is the section with its preset filled in; `devices_per_node` None means as many as the layout needs."""
     yield from _model(job, model)
+    yield from _attention(job, model)
     yield from _world(job, devices_per_node)
     yield from _layout(job, model)
     yield from _precision(job)
@@ -40,8 +41,15 @@ def around(value: int, step: int) -> str:
 
 def divisors_near(number: int, value: int) -> str:
     """The divisors of `number` next to `value`, at most one on each side: '2 or 3'."""
-    divisors = [item for item in range(1, number + 1) if number % item == 0]
-    near = [*[item for item in divisors if item <= value][-1:], *[item for item in divisors if item > value][:1]]
+    return _nearest_two(_divisors(number), value)
+
+
+def _divisors(number: int) -> list[int]:
+    return [item for item in range(1, number + 1) if number % item == 0]
+
+
+def _nearest_two(ascending: list[int], value: int) -> str:
+    near = [*[item for item in ascending if item <= value][-1:], *[item for item in ascending if item > value][:1]]
     return " or ".join(map(str, near))
 
 
@@ -65,6 +73,10 @@ def _model(job: Job, model: ModelSection) -> Iterator[Problem]:
     if model.class_ is not None and not all(map(str.isidentifier, _names(model.class_))):
         rule = 'a class is named "package.module:Name"'
         yield Problem("model.class", model.class_, rule, "write the module, a colon and the class")
+    yield from _scaling(model)
+
+
+def _scaling(model: ModelSection) -> Iterator[Problem]:
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         rule = f"low_freq_factor lies below high_freq_factor = {scaling.high_freq_factor:g}"
@@ -74,6 +86,17 @@ def _model(job: Job, model: ModelSection) -> Iterator[Problem]:
     if scaling is not None and scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
         rule = f"beta_slow lies below beta_fast = {scaling.beta_fast:g}"
         yield Problem("model.rope_scaling.beta_slow", scaling.beta_slow, rule, "e.g. 1 and 32, as the paper has")
+
+
+def _attention(job: Job, model: ModelSection) -> Iterator[Problem]:
+    """Dropped attention weights are chosen one by one, so the weights must be formed, and whole sequences of them."""
+    dropout, cp = model.attention_dropout, job.layout.cp
+    if dropout and model.attention == "flash":
+        rule = f"flash attention never forms the weights that attention_dropout = {dropout:g} would drop"
+        yield Problem("model.attention", "flash", rule, 'attention = "math" or "auto", or attention_dropout = 0')
+    if dropout and cp > 1:
+        rule = f"a cut sequence (cp = {cp}) attends without forming the weights that would be dropped"
+        yield Problem("model.attention_dropout", dropout, rule, "attention_dropout = 0, or layout.cp = 1")
 
 
 def _names(class_: str) -> list[str]:
@@ -126,6 +149,9 @@ def _layout(job: Job, model: ModelSection) -> Iterator[Problem]:
     if layout.engine == "fsdp2" and model.tied and model.class_ is None:
         rule = 'engine = "fsdp2" wraps each unit by itself, and a tied head would share its weight with the embedding'
         yield Problem("model.tied", model.tied, rule, 'engine = "heptad", or tied = false')
+    if layout.engine == "fsdp2" and layout.tp > 1:
+        rule = f"fsdp2 is the reference of the data axis alone, but tp = {layout.tp}"
+        yield Problem("layout.engine", layout.engine, rule, 'engine = "heptad", or tp = 1')
 
 
 def _tensor(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
@@ -133,21 +159,53 @@ def _tensor(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
     if heads % tp:
         rule = f"tp divides heads ({heads} % {tp} = {heads % tp})"
         yield Problem("model.heads", heads, rule, f"heads = {around(heads, tp)}, or tp = {divisors_near(heads, tp)}")
+    rule, group = "", heads // kv_heads
     if kv_heads >= tp and kv_heads % tp:
         rule = f"tp divides kv_heads ({kv_heads} % {tp} = {kv_heads % tp}), or kv_heads divides tp"
-        fix = f"kv_heads = {around(kv_heads, tp)}, or tp = {divisors_near(kv_heads, tp)}"
-        yield Problem("model.kv_heads", kv_heads, rule, fix)
-    if kv_heads < tp and (tp % kv_heads or heads // kv_heads % (tp // kv_heads)):
-        rule = f"with kv_heads = {kv_heads} < tp = {tp}, tp / kv_heads ranks share a kv head and its query heads"
-        legal = [
-            item for item in range(1, heads + 1) if heads % item == 0 and (kv_heads % item == 0 or item % kv_heads == 0)
-        ]
-        best = sorted(legal, key=lambda item: abs(item - tp))[:2]
-        fix = f"tp = {' or '.join(map(str, sorted(best)))} (heads = {heads}), or kv_heads = {tp}"
-        yield Problem("model.kv_heads", kv_heads, rule, fix)
-    if model.mlp_width % tp:
-        rule = f"tp divides mlp_width ({model.mlp_width} % {tp} = {model.mlp_width % tp})"
-        yield Problem("model.mlp_width", model.mlp_width, rule, f"mlp_width = {around(model.mlp_width, tp)}")
+    elif kv_heads < tp and tp % kv_heads:
+        rule = f"with kv_heads = {kv_heads} < tp = {tp}, kv_heads divides tp ({tp} % {kv_heads} = {tp % kv_heads})"
+    elif kv_heads < tp and heads % kv_heads == 0 and group % (tp // kv_heads):
+        share = tp // kv_heads
+        rule = (
+            f"with kv_heads = {kv_heads} < tp = {tp}, {share} ranks share a kv head and "
+            f"its {group} query heads ({group} % {share} = {group % share})"
+        )
+    if rule:
+        yield Problem("model.kv_heads", kv_heads, rule, _kv_fix(tp, heads, kv_heads))
+    yield from _rows("model.mlp_width", model.mlp_width, tp, heads)
+    yield from _rows("model.vocab", model.vocab, tp, heads)
+
+
+def _kv_fix(tp: int, heads: int, kv_heads: int) -> str:
+    """Degrees that suit these heads, and kv heads that suit this degree."""
+    fits = [item for item in _divisors(heads) if kv_heads % item == 0 or item % kv_heads == 0]
+    best = sorted(sorted(fits, key=lambda item: abs(item - tp))[:2])
+    fix = f"tp = {' or '.join(map(str, best))} (heads = {heads})"
+    if heads % tp == 0:
+        others = [item for item in _divisors(heads) if tp % item == 0 or item % tp == 0]
+        fix += f", or kv_heads = {_nearest_two(others, kv_heads)}"
+    return fix
+
+
+def _rows(field: str, rows: int, tp: int, heads: int) -> Iterator[Problem]:
+    """Rows are cut into equal parts, the last ones padded; a part of padding alone would compute nothing."""
+    if holds_rows(rows, tp):
+        return
+    key, part = field.partition(".")[2], -(-rows // tp)
+    if rows < tp:
+        rule = f"each of the tp = {tp} ranks holds a row, but there are {rows}"
+    else:
+        rule = f"each of the tp = {tp} ranks holds a row, but with {part} rows a rank {-(-rows // part)} ranks hold all"
+    below = [item for item in range(1, rows) if holds_rows(item, tp)][-1:]
+    above = next(item for item in range(rows, rows + tp * tp) if holds_rows(item, tp))
+    degree = max(item for item in _divisors(heads) if item < tp and holds_rows(rows, item))
+    sizes = " or ".join(map(str, [*below, above]))
+    yield Problem(field, rows, rule, f"{key} = {sizes}, or tp = {degree}")
+
+
+def holds_rows(rows: int, tp: int) -> bool:
+    """Whether each of `tp` ranks holds at least one of `rows` rows, ceil(rows / tp) a rank and the last ones fewer."""
+    return (tp - 1) * -(-rows // tp) < rows
 
 
 def _context(job: Job, model: ModelSection) -> Iterator[Problem]:
@@ -211,3 +269,7 @@ def _batch(job: Job) -> Iterator[Problem]:
         if batch % data_ranks == 0:
             fixes.append(f"micro_batch = {divisors_near(batch // data_ranks, micro_batch)}")
         yield Problem("train.global_batch", batch, rule, ", or ".join(fixes))
+    chunk, tokens = job.train.loss_chunk, micro_batch * job.data.seq_len // job.layout.cp
+    if isinstance(chunk, int) and chunk > tokens:
+        rule = f"a chunk of the loss is a part of a micro-batch, which has {tokens} tokens on a rank"
+        yield Problem("train.loss_chunk", chunk, rule, f'loss_chunk <= {tokens} (all at once), or "auto"')

@@ -14,22 +14,16 @@ TABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("layout.pp", (1,), "the pipeline axis"),
     ("layout.vpp", (None,), "the pipeline axis"),
     ("layout.cp", (1,), "the context axis"),
-    ("layout.tp", (1,), "the tensor axis"),
-    ("layout.sequence_parallel", (False,), "the tensor axis"),
     ("layout.ep", (1,), "the expert axis"),
     ("layout.etp", (1,), "the expert axis"),
-    ("layout.keep_gathered", (False,), "the second half of the data axis"),
-    ("recompute.mode", ("none", "full"), "the recompute axis"),
-    ("recompute.segment", (1,), "the recompute axis"),
     ("precision.float8", (False,), "float8"),
     ("zeropp.qwz", (False,), "ZeRO++"),
     ("zeropp.hpz", (False,), "ZeRO++"),
     ("zeropp.qgz", (False,), "ZeRO++"),
     ("offload.optimizer", ("none",), "offload"),
     ("offload.params", ("none",), "offload"),
-    ("offload.activations", ("none",), "offload"),
+    ("offload.activations", ("none", "cpu"), "offload"),
     ("checkpoint.async_", (False,), "asynchronous checkpoints"),
-    ("train.compile", (False,), "compilation"),
 )
 """(option, values that are built, what the others arrive with)."""
 

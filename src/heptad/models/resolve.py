@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from heptad.config.effect import is_set
 from heptad.config.presets import expand
-from heptad.config.schema import Job, ModelSection, OptimizerSection
+from heptad.config.recompute import blocks, runs
+from heptad.config.schema import Job, ModelSection, OptimizerSection, RecomputeSection
 from heptad.errors import ConfigError, nearest
 from heptad.models.spec import complete, param_specs
 
@@ -19,6 +20,7 @@ def resolve(job: Job) -> Job:
         section = complete(section)
         _check_frozen(section)
         _check_roles(job.optimizer, section)
+        _check_recompute(job.recompute, section)
     return job.model_copy(update={"model": section})
 
 
@@ -63,3 +65,26 @@ def _check_roles(optimizer: OptimizerSection, section: ModelSection) -> None:
     if is_set(optimizer, "decay_roles") and not there.keys() & set(optimizer.decay_roles):
         rule = "it would have no effect: the model has no trainable parameter of these roles"
         raise ConfigError.of("optimizer.decay_roles", list(optimizer.decay_roles), rule, f"name {' or '.join(there)}")
+
+
+def first_trained(section: ModelSection) -> int:
+    """Index of the first block that has a backward: the one with, or above, the first trainable parameter."""
+    units = (item.name.split(".") for item in param_specs(section) if item.trainable)
+    first = next(units)
+    return int(first[1]) if first[0] == "blocks" else 0 if first[0] == "embed" else section.layers
+
+
+def _check_recompute(recompute: RecomputeSection, section: ModelSection) -> None:
+    """Blocks below everything that is trained have no backward: nothing of them is kept, so nothing runs again."""
+    first = first_trained(section)
+    chosen = blocks(recompute, section.layers)
+    idle = [index for index in chosen if index < first]
+    if idle and (recompute.layers or len(idle) == len(chosen)):
+        rule = f"it would have no effect on blocks {_listed(idle)}: all up to them is frozen, so they have no backward"
+        what = ("layers", list(recompute.layers)) if recompute.layers else ("mode", recompute.mode)
+        fix = 'mode = "none"' if len(idle) == len(chosen) else f"leave {_listed(idle)} out"
+        raise ConfigError.of(f"recompute.{what[0]}", what[1], rule, f"{fix}, or freeze less")
+
+
+def _listed(indices: list[int]) -> str:
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs(indices))
