@@ -9,7 +9,7 @@ import torch
 from tests.checkpoint.ranks import SHAPES, assert_holds, save_all
 
 from heptad.checkpoint.find import latest, resume
-from heptad.checkpoint.form import CheckpointError
+from heptad.checkpoint.form import FORMAT, CheckpointError
 from heptad.checkpoint.read import Reader
 from heptad.mesh.piece import Piece
 
@@ -84,6 +84,19 @@ def test_a_marker_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (path / "COMMIT").write_text(text)
     with pytest.raises(CheckpointError, match="COMMIT"):
         Reader(path)
+
+
+def test_an_older_format_is_refused_by_name_and_left_alone(tmp_path: Path) -> None:
+    """Its square row-parallel weights would load transposed, with the right shape."""
+    path = save_all(tmp_path, 1).path
+    marker = path / "COMMIT"
+    marker.write_text(marker.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
+    for opened in (lambda: Reader(path), lambda: resume(tmp_path, "a", "auto"), lambda: resume(tmp_path, "a", "must")):
+        with pytest.raises(CheckpointError, match=r"format 1 keeps attention\.out and mlp\.down output first"):
+            opened()
+    assert resume(tmp_path, "a", "never").reader is None
+    saved = save_all(tmp_path, 2, keep=1)
+    assert saved.notes == ("left alone: step-00000001 of a run that cannot be read",) and marker.exists()
 
 
 def test_a_marker_cannot_point_outside_its_directory(tmp_path: Path) -> None:

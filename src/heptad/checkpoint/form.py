@@ -22,7 +22,9 @@ from typing import Any
 
 from heptad.errors import ConfigError, Problem
 
-FORMAT = 1
+FORMAT = 2
+"""2: weights whose input features are cut (`ParamSpec.input_first`) lie (in, out). In 1 they lay (out, in)."""
+
 COMMIT, INDEX, META = "COMMIT", "index.json", "meta.json"
 _COMMITTED = re.compile(r"step-\d{8,}(?:-(\d+))?")
 _LEFTOVER = re.compile(r"step-\d{8,}(?:-\d+)?\.(?:tmp|gone)-(.+)")
@@ -106,11 +108,20 @@ def read_commit(path: Path) -> Commit:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise broken(path / COMMIT, f"not a commit marker ({type(error).__name__}: {error})") from error
     if raw.get("format") != FORMAT:
-        raise broken(path / COMMIT, f"format {raw.get('format')!r} is not {FORMAT}, the one this version reads")
+        raise _other_format(path / COMMIT, raw.get("format"))
     for name in files:
         if Path(name).name != name:
             raise broken(path / COMMIT, f"{name!r} is not a plain file name")
     return commit
+
+
+def _other_format(path: Path, found: object) -> CheckpointError:
+    """Square matrices of format 1 would load transposed without a sign of it: refused whatever the shapes."""
+    if found == 1:
+        rule = f"format 1 keeps attention.out and mlp.down output first, format {FORMAT}, which this version reads, not"
+        fix = 'go on with the version that wrote it, or start afresh with checkpoint.resume = "never"'
+        return CheckpointError(Problem("checkpoint.dir", str(path), rule, fix))
+    return broken(path, f"format {found!r} is not {FORMAT}, the one this version reads")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Which rank writes which range: each element of each tensor once, whatever is replicated, bytes spread evenly. Pure.
 
-Ranks announce the flat ranges they hold. Ranges that several ranks hold (stage 0, 1 and 2's parameters, HSDP's copies)
-go to the rank with the fewest bytes so far, the largest first, so saving a replicated model on N ranks takes each 1/N
-of it.
+Ranks announce the flat ranges they hold. Ranges that several ranks hold (stage 0's parameters, HSDP's copies, norms and
+kv heads on several tensor ranks) go to the rank with the fewest bytes so far, the largest first, so saving a replicated
+model on N ranks takes each 1/N of it.
 """
 
 from __future__ import annotations
