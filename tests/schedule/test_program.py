@@ -63,24 +63,25 @@ def test_a_tied_table_is_reduced_once_after_its_last_write() -> None:
 
 
 @given(
-    st.integers(2, 6), st.booleans(), st.integers(0, 2), st.integers(1, 4), st.sampled_from(RULES), st.booleans(),
+    st.integers(2, 7), st.booleans(), st.integers(0, 3), st.integers(1, 4), st.sampled_from(RULES), st.integers(0, 3),
     st.booleans(),
 )  # fmt: skip
 def test_every_lowering_is_proven_and_round_trips(
-    num_units: int, tied: bool, frozen: int, microbatches: int, rule: DataRule, recompute: bool, train: bool
+    num_units: int, tied: bool, frozen: int, microbatches: int, rule: DataRule, recompute: int, train: bool
 ) -> None:
     units = plain(num_units, tied, min(frozen, num_units - 1))
-    inner = frozenset(range(1, num_units - 1)) if recompute else frozenset()
-    compute = gradient_accumulation(units, microbatches, inner) if train else forward_only(units, microbatches)
+    inner = tuple(range(1, num_units - 1))
+    segments = tuple(inner[i : i + recompute] for i in range(0, len(inner), recompute)) if recompute else ()
+    compute = gradient_accumulation(units, microbatches, segments) if train else forward_only(units, microbatches)
     program = lower(compute, units, rule, update=train)
-    check(program, units, rule)
+    check(program, units, rule, segments if train else ())
     assert parse_program(format_program(program)) == program
     assert [action for action in program if action in compute] == list(compute)
     for bucket in range(num_units):
         if rule.gather == "use" and train:
             pairs = zip(program, phases(program), strict=True)
             found = [phase for action, phase in pairs if action.kind is Kind.GATHER and action.index == bucket]
-            want = gathers(units, bucket, 3, microbatches, inner)
+            want = gathers(units, bucket, 3, microbatches, segments)
             assert (found.count("forward"), found.count("backward")) == want
 
 

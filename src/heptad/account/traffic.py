@@ -27,6 +27,7 @@ from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.optim.cost import muon_traffic, norm_traffic
 from heptad.optim.roles import kind_of
 from heptad.precision.dtypes import dtypes_of
+from heptad.schedule.action import Segments
 from heptad.trace import Transfer
 from heptad.units import BYTES_PER_ELEMENT, sent_bytes
 
@@ -37,10 +38,10 @@ def step_traffic(
     job: Job,
     units: Sequence[UnitSpec],
     specs: Sequence[ParamSpec],
-    recompute: frozenset[int] = frozenset(),
+    recompute: Segments = (),
     device_type: str = "cpu",
 ) -> list[Transfer]:
-    """Every transfer of one rank in one applied step of a resolved job; `recompute`: units whose forward runs again."""
+    """Every transfer of one rank in one applied step of a resolved job; `recompute`: what runs forward again."""
     layout, zero = Layout.of(job.layout), job.layout.zero
     shards = cost.axis_sizes(layout, shard_axes(zero))
     dtypes = dtypes_of(job.precision, device_type)

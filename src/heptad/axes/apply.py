@@ -16,13 +16,13 @@ import torch
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.stages import LOSS_AXES, data_rule, replica_axes, shard_axes
 from heptad.config.schema import Job
-from heptad.errors import ConfigError
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.models.build import Model, build
 from heptad.models.spec import UnitSpec
 from heptad.precision.policy import Policy
-from heptad.schedule.action import Program, UnitUse, forward_only, gradient_accumulation
+from heptad.recompute.policy import segments
+from heptad.schedule.action import Program, Segments, UnitUse, forward_only, gradient_accumulation
 from heptad.schedule.check import check
 from heptad.schedule.executor import Executor
 from heptad.schedule.lower import lower
@@ -41,7 +41,7 @@ class Parallel:
     policy: Policy
     engine: DataEngine | Fsdp2Engine
     executor: Executor
-    recompute: frozenset[int]
+    recompute: Segments
 
     def program(self, microbatches: int, train: bool = True) -> Program:
         """The checked program of a step (or an evaluation) of `microbatches` micro-batches."""
@@ -54,26 +54,20 @@ def microbatches_of(job: Job) -> int:
 
 
 def step_program(
-    job: Job, uses: tuple[UnitUse, ...], microbatches: int, recompute: frozenset[int], train: bool = True
+    job: Job, uses: tuple[UnitUse, ...], microbatches: int, recompute: Segments, train: bool = True
 ) -> Program:
     """Generate, lower and check; raises ScheduleError if the result were wrong."""
     rule = data_rule(job.layout)
     compute = gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches)
     program = lower(compute, uses, rule, update=train)
-    check(program, uses, rule)
+    check(program, uses, rule, recompute if train else ())
     return program
 
 
-def recomputed(job: Job, units: Sequence[UnitSpec]) -> frozenset[int]:
-    """Units whose forward runs again in the backward: all blocks but the first and last unit under mode "full"."""
-    if job.recompute.mode != "full":
-        return frozenset()
-    blocks = [index for index, unit in enumerate(units) if unit.kind in ("block", "custom")]
-    found = frozenset(index for index in blocks if 0 < index < len(units) - 1)
-    if not found:
-        rule = "it would have no effect: the model has no unit between its first and its last"
-        raise ConfigError.of("recompute.mode", "full", rule, 'mode = "none", or more units')
-    return found
+def recomputed(job: Job, units: Sequence[UnitSpec]) -> Segments:
+    """Units whose forward runs again in the backward, in segments. Raises ConfigError for a policy that cannot work."""
+    section = job.recompute
+    return segments(section.mode, section.segment, section.layers, [unit.kind for unit in units])
 
 
 def wanted_groups(zero: int) -> list[tuple[str, ...]]:
@@ -96,5 +90,5 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
         engine = DataEngine(model, zero, shards, replicas, policy, device, job.layout.bucket_mb, job.train.seed)
     recompute = recomputed(job, model.unit_specs)
     backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
-    executor = Executor(model, engine, backward_from, recompute, rank)
+    executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger)
     return Parallel(job, mesh, model, policy, engine, executor, recompute)

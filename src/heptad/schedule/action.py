@@ -3,7 +3,8 @@
 Text: index, kind, micro-batch. `3F0` runs unit 3 forward on micro-batch 0; `2G1` starts gathering bucket 2 for
 micro-batch 1 and `2g1` waits for it. Capital: start, or an action that is done when it returns; small: the wait for the
 communication that the capital started. `U` updates the parameters. A program is one line per rank, actions separated
-by blanks. What is computed is a *unit*; what is gathered, dropped and reduced is a *bucket* of parameters.
+by blanks. What is computed, and moved to host memory and back, is a *unit*; what is gathered, dropped and reduced is a
+*bucket* of parameters.
 Read next: `lower.py` (who places what), `check.py` (what is proven), `executor.py` (the loop that runs it).
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What an action does. F, B, I, W, C act on a unit, G to a on a bucket, U on everything."""
+    """What an action does. F, B, I, W, C and O to p act on a unit, G to a on a bucket, U on everything."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -25,6 +26,14 @@ class Kind(enum.Enum):
     WEIGHT_GRAD = "W"
     RECOMPUTE = "C"
     """The unit's forward again, now keeping its graph."""
+    OUT = "O"
+    """What the unit keeps for its backward (its graph's tensors, or the input it is recomputed from) starts for the
+    host's memory."""
+    WAIT_OUT = "o"
+    """It is there; the device's copy is freed."""
+    FETCH = "P"
+    """Memory on the device again, and the way back starts."""
+    WAIT_FETCH = "p"
     GATHER = "G"
     WAIT_GATHER = "g"
     DROP = "D"
@@ -44,11 +53,15 @@ WAIT_OF = {
     Kind.REDUCE: Kind.WAIT_REDUCE,
     Kind.ALL_REDUCE: Kind.WAIT_ALL_REDUCE,
 }
+"""Collectives: each start and its wait."""
+WAIT_OF_MOVE = {Kind.OUT: Kind.WAIT_OUT, Kind.FETCH: Kind.WAIT_FETCH}
+"""Moves between one rank's device and its host: no other rank takes part."""
+MOVES = frozenset(WAIT_OF_MOVE) | frozenset(WAIT_OF_MOVE.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`index` is a unit for COMPUTE kinds, a bucket for the others; both are -1 for UPDATE."""
+    """`index` is a unit for COMPUTE and MOVES, a bucket for the others; both are -1 for UPDATE."""
 
     kind: Kind
     index: int = -1
@@ -106,17 +119,41 @@ class UnitUse:
         return self.writes if kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD) else ()
 
 
-def gradient_accumulation(
-    units: Sequence[UnitUse], microbatches: int, recompute: frozenset[int] = frozenset()
-) -> Program:
-    """Compute actions of a rank without a pipeline: micro-batches forward, then backward; `recompute` units run C."""
+Segments = tuple[tuple[int, ...], ...]
+"""Neighbouring units, lowest first, that are recomputed together from the input of the first, which alone is kept."""
+
+
+def with_backward(segments: Segments, units: Sequence[UnitUse]) -> Segments:
+    """The segments without units that have no backward: nothing of those is kept, so nothing is made again."""
+    kept = (tuple(unit for unit in segment if units[unit].backward) for segment in segments)
+    return tuple(segment for segment in kept if segment)
+
+
+Group = tuple[tuple[int, ...], tuple[int, ...]]
+"""Units that run C, then units that run backward: a segment, or one unit that is not recomputed."""
+
+
+def backward_order(units: Sequence[UnitUse], recompute: Segments) -> tuple[Group, ...]:
+    """The groups in the order of a backward: in each, C from the lowest unit up, then backward down."""
+    first = {segment[-1]: segment for segment in with_backward(recompute, units)}
+    again = {unit for segment in first.values() for unit in segment}
+    groups: list[Group] = []
+    for unit in reversed(range(len(units))):
+        if unit in first:
+            groups.append((first[unit], first[unit][::-1]))
+        elif unit not in again and units[unit].backward:
+            groups.append(((), (unit,)))
+    return tuple(groups)
+
+
+def gradient_accumulation(units: Sequence[UnitUse], microbatches: int, recompute: Segments = ()) -> Program:
+    """Compute actions of a rank without a pipeline: micro-batches forward, then backward; C as in `backward_order`."""
     program: list[Action] = []
     for microbatch in range(microbatches):
         program += [Action(Kind.FORWARD, unit, microbatch) for unit in range(len(units))]
-        for unit in reversed(range(len(units))):
-            if units[unit].backward:
-                program += [Action(Kind.RECOMPUTE, unit, microbatch)] * (unit in recompute)
-                program.append(Action(Kind.BACKWARD, unit, microbatch))
+        for again, down in backward_order(units, recompute):
+            program += [Action(Kind.RECOMPUTE, unit, microbatch) for unit in again]
+            program += [Action(Kind.BACKWARD, unit, microbatch) for unit in down]
     return tuple(program)
 
 

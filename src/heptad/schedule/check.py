@@ -1,16 +1,17 @@
 """Proof of one rank's program, before it runs: every rule the executor relies on, or a ScheduleError with the place.
 
-Proven: each compute action once and after what it depends on; a bucket gathered (and waited for) at each use and
-dropped once a gather; each gradient reduced after its last write and exactly once; every start has its wait; never
-more than `max_gathered` buckets with full parameters; the update last; and, over ranks, one order of collectives per
-group (on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
+Proven: each compute action once and after what it depends on (C after its segment's kept input and the C below it, a
+recomputed unit's backward after its C, so each forward runs again exactly once); a bucket gathered (and waited for) at
+each use and dropped once a gather; each gradient reduced after its last write and exactly once; every start has its
+wait; never more than `max_gathered` buckets with full parameters; the update last; and, over ranks, one order of
+collectives per group (on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heptad.schedule.action import COMPUTE, WAIT_OF, Action, Kind, Program, UnitUse
+from heptad.schedule.action import COMPUTE, WAIT_OF, Action, Kind, Program, Segments, UnitUse, with_backward
 from heptad.schedule.lower import DataRule
 
 
@@ -26,9 +27,18 @@ class ScheduleError(AssertionError):
         self.position = position
 
 
-def check(program: Program, units: Sequence[UnitUse], rule: DataRule, max_gathered: int | None = None) -> None:
-    """Raise ScheduleError unless `program` is a correct step (or evaluation: no update) of `units` under `rule`."""
-    state = _State(program, units, rule, max_gathered)
+def check(
+    program: Program,
+    units: Sequence[UnitUse],
+    rule: DataRule,
+    recompute: Segments = (),
+    max_gathered: int | None = None,
+) -> None:
+    """Raise ScheduleError unless `program` is a correct step (or evaluation: no update) of `units` under `rule`.
+
+    recompute: the segments whose forward keeps no graph.
+    """
+    state = _State(program, units, rule, recompute, max_gathered)
     for position, action in enumerate(program):
         state.take(position, action)
     state.finish()
@@ -49,8 +59,11 @@ def check_group_order(programs: Sequence[Program]) -> None:
 class _State:
     """What is known after a prefix of the program."""
 
-    def __init__(self, program: Program, units: Sequence[UnitUse], rule: DataRule, max_gathered: int | None) -> None:
+    def __init__(
+        self, program: Program, units: Sequence[UnitUse], rule: DataRule, recompute: Segments, max_gathered: int | None
+    ) -> None:
         self.program, self.units, self.rule, self.max_gathered = program, units, rule, max_gathered
+        self.segment = {unit: segment for segment in with_backward(recompute, units) for unit in segment}
         self.trains = any(action.kind is Kind.UPDATE for action in program)
         self.done: set[Action] = set()
         self.full: set[int] = set()  # gathered and waited for
@@ -108,12 +121,10 @@ class _State:
     def _compute(self, action: Action, position: int, require: object) -> None:
         assert callable(require)
         kind, unit, microbatch = action.kind, action.index, action.microbatch
-        need = {
-            Kind.FORWARD: [(Kind.FORWARD, unit - 1)] * (unit > 0),
-            Kind.RECOMPUTE: [(Kind.FORWARD, unit)],
-            Kind.WEIGHT_GRAD: [(Kind.INPUT_GRAD, unit)],
-        }.get(kind, [(Kind.FORWARD, unit)])
-        for needed, index in need:
+        require(
+            kind is not Kind.RECOMPUTE or unit in self.segment, f"unit {unit} keeps its graph: nothing to recompute"
+        )
+        for needed, index in self._needs(kind, unit):
             require(Action(needed, index, microbatch) in self.done, f"{index}{needed.value}{microbatch} has not run")
         if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and unit + 1 < len(self.units):
             above = {Action(k, unit + 1, microbatch) for k in (Kind.BACKWARD, Kind.INPUT_GRAD)}
@@ -126,6 +137,19 @@ class _State:
                 (Kind.REDUCE, bucket) not in self.pending, f"writes the gradient of bucket {bucket} under reduction"
             )
             self.written[bucket] = position
+
+    def _needs(self, kind: Kind, unit: int) -> list[tuple[Kind, int]]:
+        """What must have run before `kind` on `unit`, on the same micro-batch."""
+        segment = self.segment.get(unit)
+        match kind:
+            case Kind.FORWARD:
+                return [(Kind.FORWARD, unit - 1)] * (unit > 0)
+            case Kind.RECOMPUTE:
+                below = segment is not None and unit != segment[0]
+                return [(Kind.FORWARD, unit)] + [(Kind.RECOMPUTE, unit - 1)] * below
+            case Kind.WEIGHT_GRAD:
+                return [(Kind.INPUT_GRAD, unit)]
+        return [(Kind.FORWARD, unit)] + [(Kind.RECOMPUTE, unit)] * (segment is not None)
 
     def finish(self) -> None:
         """What must hold at the end: every unit ran on every micro-batch, in both directions when training."""

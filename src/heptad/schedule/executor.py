@@ -2,8 +2,9 @@
 
 Units have detached boundaries: F runs a unit on a detached input and keeps its graph; I asks autograd for the
 gradients of that input, of the taps' probes and of parameters no tap covers; W turns taps into weight gradients,
-straight into the engine's buffers. Communication actions go to the engine, which starts or waits. Every action can be
-recorded as an `Event`. Read next: `action.py`, `models/taps.py`, `axes/data/engine.py`.
+straight into the engine's buffers. Of a segment of recomputed units F keeps the first one's input, and C makes their
+graphs. Communication actions go to the engine, which starts or waits. Every action can be recorded as an `Event`.
+Read next: `action.py`, `models/taps.py`, `axes/data/engine.py`, `recompute/policy.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from heptad.mesh.ledger import Ledger
 from heptad.models.batch import Batch
 from heptad.models.build import Model, loose_params, tapped_modules
 from heptad.models.taps import GradSink, Tape, write_weight_grads
-from heptad.schedule.action import COMPUTE, Action, Kind, Program
+from heptad.schedule.action import COMPUTE, Action, Kind, Program, Segments
 from heptad.schedule.lower import phases
 from heptad.trace import Event
 
@@ -44,10 +47,10 @@ def set_tape(module: nn.Module, tape: Tape | None) -> None:
 
 @dataclass(slots=True)
 class _Run:
-    """One unit's forward on one micro-batch: what its backward needs."""
+    """One unit's forward on one micro-batch: what its backward needs. Of the output that is its place in the graph."""
 
     inputs: Tensor | None
-    output: Tensor
+    output: Tensor | GradientEdge
     tape: Tape
     dys: list[Tensor | None]
 
@@ -55,7 +58,8 @@ class _Run:
 class Executor:
     """Runs programs of `model` on one rank.
 
-    recompute: units whose forward keeps no graph (a C in the program makes it). record: gets an `Event` an action.
+    recompute: units whose forward keeps no graph (a C in the program makes it), in segments. ledger: told the phase of
+    each action, for collectives inside of it. record: gets an `Event` an action.
     """
 
     def __init__(
@@ -63,17 +67,24 @@ class Executor:
         model: Model,
         engine: Engine,
         backward_from: int,
-        recompute: frozenset[int] = frozenset(),
+        recompute: Segments = (),
         rank: int = 0,
+        ledger: Ledger | None = None,
     ) -> None:
-        self.model, self.engine, self.recompute, self.rank = model, engine, recompute, rank
+        self.model, self.engine, self.rank = model, engine, rank
+        self.ledger = Ledger() if ledger is None else ledger
         self.phase = "forward"  # of the action under way
         self.backward_from = backward_from  # first unit that has a backward
+        self.segments = {unit: segment for segment in self._with_backward(recompute) for unit in segment}
         self._tapped = [tapped_modules(unit) for unit in model.units]
         self._loose = [
             loose_params(unit) if engine.uses_taps else [p for p in unit.parameters() if p.requires_grad]
             for unit in model.units
         ]
+
+    def _with_backward(self, recompute: Segments) -> Segments:
+        kept = (tuple(unit for unit in segment if unit >= self.backward_from) for segment in recompute)
+        return tuple(segment for segment in kept if segment)
 
     def run(
         self,
@@ -96,6 +107,7 @@ class Executor:
         origin = time.perf_counter()
         for action, self.phase in zip(program, phases(program), strict=True):
             start = time.perf_counter()
+            self.ledger.phase = self.phase
             if action.kind in COMPUTE:
                 step.compute(action)
             elif action.kind is Kind.UPDATE:
@@ -183,8 +195,8 @@ class _Step:
     def _forward(self, unit: int, microbatch: int) -> None:
         executor, batch = self.executor, self.batches[microbatch]
         grad = torch.is_grad_enabled() and unit >= executor.backward_from
-        recompute = grad and unit in executor.recompute
-        inputs = self._input(unit, microbatch, keep=recompute)
+        recompute = grad and unit in executor.segments
+        inputs = self._input(unit, microbatch, keep=recompute and unit == executor.segments[unit][0])
         with torch.set_grad_enabled(grad and not recompute):
             if self.logits and unit == self.last:
                 with executor.engine.whole(executor.model.units[unit]):
@@ -193,7 +205,7 @@ class _Step:
                 sink = self._sink(unit, microbatch) if grad and not recompute else None
                 output, tape = executor.forward(unit, inputs, batch, grad and not recompute, sink)
         if grad and not recompute:
-            self.runs[unit, microbatch] = _Run(inputs, output, tape, [])
+            self.runs[unit, microbatch] = self._run(unit, inputs, output, tape)
         if unit == self.last:
             self.outputs.append(output.detach())
             if self.outputs_ready is not None and len(self.outputs) == len(self.batches):
@@ -209,7 +221,14 @@ class _Step:
         inputs = self._input(unit, microbatch, keep=False)
         sink = self._sink(unit, microbatch)
         output, tape = self.executor.forward(unit, inputs, self.batches[microbatch], taped=True, sink=sink)
-        self.runs[unit, microbatch] = _Run(inputs, output, tape, [])
+        self.runs[unit, microbatch] = self._run(unit, inputs, output, tape)
+        if unit != self.executor.segments[unit][-1]:
+            self.boundaries[unit, microbatch] = output.detach().requires_grad_()
+
+    def _run(self, unit: int, inputs: Tensor | None, output: Tensor, tape: Tape) -> _Run:
+        """Only the last unit's output is needed as a value; what others hold of theirs is the next one's input."""
+        place = output.requires_grad and unit != self.last and self.executor.engine.uses_taps
+        return _Run(inputs, get_gradient_edge(output) if place else output, tape, [])
 
     def _input_grad(self, unit: int, microbatch: int) -> None:
         run = self.runs[unit, microbatch]
@@ -217,6 +236,7 @@ class _Step:
         probes, loose = run.tape.probes(), self.executor.loose(unit)
         leaves = run.tape.leaves()
         if unit == self.last:
+            assert isinstance(run.output, Tensor)
             dy = torch.full_like(run.output, self.scale())
         else:
             dy = self.grads.pop((unit, microbatch))

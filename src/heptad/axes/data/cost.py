@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from heptad.axes.data.buckets import BucketSpec
 from heptad.mesh.layout import Layout
 from heptad.models.spec import ParamSpec, UnitSpec
-from heptad.schedule.action import UnitUse
+from heptad.schedule.action import Segments, UnitUse, backward_order
 from heptad.trace import Transfer
 from heptad.units import sent_bytes
 
@@ -26,7 +26,7 @@ def traffic(
     microbatches: int,
     param_bytes: int,
     reduce_bytes: int,
-    recompute: frozenset[int] = frozenset(),
+    recompute: Segments = (),
 ) -> list[Transfer]:
     """One training step of one rank. `shards`, `replicas`: (axis, number of ranks) a bucket is cut over and copied
     over.
@@ -87,26 +87,25 @@ def _repeat(op: str, axis: tuple[str, int], phase: str, full_bytes: int, count: 
 
 
 def gathers(
-    uses: Sequence[UnitUse], bucket: int, zero: int, microbatches: int, recompute: frozenset[int] = frozenset()
+    uses: Sequence[UnitUse], bucket: int, zero: int, microbatches: int, recompute: Segments = ()
 ) -> tuple[int, int]:
     """How often a bucket is gathered in the forward and in the backward of a step.
 
     Stages 1, 2: once. Stage 3: once for each stretch of neighbouring units that read it, each way; the stretch that
-    runs over the turn (last unit forward, last unit backward) is one, and so is one over the border of two
-    micro-batches.
+    runs over the turn (last unit forward, first action backward) is one, and so is one over the border of two
+    micro-batches. A segment of recomputed units reads all its buckets again twice: up, then down.
     """
     reads_forward = [bucket in use.forward for use in uses]
     if not any(reads_forward):
         return 0, 0
     if zero < 3:
         return 1, 0
-    backward = [
-        bucket in use.backward_reads or (unit in recompute and reads_forward[unit])
-        for unit, use in enumerate(uses)
-        if use.backward
-    ]
-    turn = bool(backward) and reads_forward[-1] and backward[-1]
-    border = (backward[0] if backward else reads_forward[-1]) and reads_forward[0]
+    backward: list[bool] = []
+    for again, down in backward_order(uses, recompute):
+        backward += [reads_forward[unit] for unit in again]
+        backward += [bucket in uses[unit].backward_reads for unit in down]
+    turn = bool(backward) and reads_forward[-1] and backward[0]
+    border = (backward[-1] if backward else reads_forward[-1]) and reads_forward[0]
     stretches_forward, stretches_backward = _stretches(reads_forward), _stretches(backward)
     return (
         microbatches * stretches_forward - (microbatches - 1) * border,
