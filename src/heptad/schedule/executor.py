@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from heptad.mesh.ledger import Ledger
 from heptad.models.batch import Batch
 from heptad.models.build import Model, loose_params, tapped_modules
+from heptad.models.decoder import Head
 from heptad.models.taps import GradSink, Tape, write_weight_grads
 from heptad.schedule.action import COMPUTE, Action, Kind, Program, Segments
 from heptad.schedule.lower import phases
@@ -199,8 +200,10 @@ class _Step:
         inputs = self._input(unit, microbatch, keep=recompute and unit == executor.segments[unit][0])
         with torch.set_grad_enabled(grad and not recompute):
             if self.logits and unit == self.last:
-                with executor.engine.whole(executor.model.units[unit]):
-                    output, tape = executor.model.units[unit].logits(inputs), Tape()  # type: ignore[operator]
+                last: Any = executor.model.units[unit]
+                with executor.engine.whole(last):
+                    args = (inputs, batch) if isinstance(last, Head) else (inputs,)
+                    output, tape = last.logits(*args), Tape()
             else:
                 sink = self._sink(unit, microbatch) if grad and not recompute else None
                 output, tape = executor.forward(unit, inputs, batch, grad and not recompute, sink)
