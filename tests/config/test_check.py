@@ -121,6 +121,7 @@ def test_what_is_not_built_is_refused(option: str) -> None:
         ("layout.context", ["layout.context=ulysses"]),
         ("layout.cp_ulysses", ["layout.cp_ulysses=2"]),
         ("layout.bucket_mb", ["layout.engine=fsdp2", "layout.bucket_mb=5"]),
+        ("train.loss_chunk", ["layout.engine=fsdp2", "train.loss_chunk=5"]),
         ("layout.prefetch", ["layout.engine=fsdp2", "layout.prefetch=2"]),
         ("layout.prefetch", ["layout.zero=0", "layout.prefetch=2"]),
         ("optimizer.momentum", ["optimizer.momentum=0.5"]),

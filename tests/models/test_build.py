@@ -13,7 +13,7 @@ from heptad.errors import ConfigError
 from heptad.models import layers
 from heptad.models.batch import Batch
 from heptad.models.build import build, loose_params, specs_of, tap_linears, tapped_modules, wrap
-from heptad.models.decoder import loss_sum
+from heptad.models.decoder import Head, loss_sum
 
 EXAMPLE = ModelSection(class_="examples.custom_model:TokenShift", layers=3, width=13, mlp_width=29, vocab=53)
 
@@ -189,3 +189,13 @@ def test_frozen_patterns_of_a_custom_model_name_something_and_leave_something(pa
 def test_a_path_that_names_no_model_is_refused(path: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         build(Job(model=ModelSection(class_=path)))
+
+
+def test_the_heads_loss_is_chunked_as_the_job_says_and_a_class_of_its_own_refuses_it() -> None:
+    job = Job.model_validate({"train": {"loss_chunk": 7}})
+    head = build(job).units[-1]
+    assert isinstance(head, Head) and head.loss_chunk == 7
+    assert isinstance(build(Job()).units[-1], Head)
+    with pytest.raises(ConfigError, match="computes its own loss"):
+        build(job.model_copy(update={"model": EXAMPLE}))
+    build(Job(model=EXAMPLE))

@@ -71,6 +71,8 @@ def _layout(job: Job) -> Iterator[Problem]:
     if layout.engine == "fsdp2":
         why = 'engine = "fsdp2" makes its own buckets and prefetches its own way'
         yield from idle("layout", layout, ("bucket_mb", "prefetch"), why, 'engine = "heptad"')
+        why = 'under engine = "fsdp2" autograd differentiates the loss of all logits at once'
+        yield from idle("train", job.train, ("loss_chunk",), why, 'engine = "heptad"')
     elif layout.zero == 0:
         why = "stage 0 gathers nothing and waits for its reductions at the step's end"
         yield from idle("layout", layout, ("prefetch",), why, "zero >= 1")
