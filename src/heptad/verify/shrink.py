@@ -1,25 +1,41 @@
 """A job made small enough to prove on a laptop, with the same structure: what can go wrong in it still can. No torch.
 
-Kept: every axis's degree, stage, engine, prefetch, recompute, tied head, norms, biases, dropout, frozen parameters,
-query heads per kv head, optimizer and its rules, clipping, and how many units share a bucket (`bucket_mb` shrinks with
-the blocks). Shrunk: sizes, to distinct odd primes where the model allows (a prime divides by no degree, so every shard
-is uneven), and the number of blocks, sequences and micro-batches, to 3 where there are more. Raised: initial spread and
-learning rate, so that attention is not uniform and a stale parameter differs visibly. `notes` says all of it in words.
+Kept: every axis's degree, stage, engine, prefetch, sequence parallel, recompute, offload, compilation, kind of
+attention, tied head, norms, biases, dropout, frozen parameters, query heads per kv head, ranks that share a kv head,
+optimizer and its rules, clipping, how many units share a bucket (`bucket_mb` shrinks with the blocks), whether blocks
+are left out of recompute, and whether its segments and the loss's chunks are one or several. Shrunk: sizes, to
+distinct odd primes where the model allows (a prime divides by no degree, so every shard is uneven), and the number of
+blocks (`blocks.py`), sequences and micro-batches, to 3 where there are more. Raised: initial spread and learning
+rate, so that attention is not uniform and a stale parameter differs visibly. `notes` says all of it in words.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from itertools import count
+from math import isqrt
+from typing import Literal
 
-from heptad.config.schema import DtypeName, Job, LayoutSection, ModelSection, OptimizerSection, PrecisionSection
+from heptad.config.schema import (
+    DtypeName,
+    Job,
+    LayoutSection,
+    ModelSection,
+    OptimizerSection,
+    PrecisionSection,
+    RecomputeSection,
+)
+from heptad.config.sizes import holds_rows
+from heptad.models.chunk import chunk_tokens
 from heptad.models.resolve import resolve
 from heptad.models.spec import param_specs
 from heptad.precision.dtypes import dtypes_of
 from heptad.units import BYTES_PER_ELEMENT, MB
+from heptad.verify.blocks import shrink_blocks, shrink_frozen
 
-LAYERS, WIDTH, MLP_WIDTH, VOCAB, SEQ_LEN, POSITIONS, HEAD_DIM = 3, 13, 23, 37, 11, 17, 4
-MAX_MICROBATCHES, MAX_MICRO_BATCH = 3, 2
+WIDTH, MLP_WIDTH, VOCAB, SEQ_LEN, POSITIONS, HEAD_DIM = 13, 23, 37, 11, 17, 4
+MAX_MICROBATCHES, MAX_MICRO_BATCH, MAX_CHUNKS = 3, 2, 3
 INIT_STD, LR, MUON_LR = 0.3, 0.02, 0.05
 
 
@@ -39,10 +55,13 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
     notes = [f"precision: {params} parameters"]
     if full:
         return Shrunk(small, (*notes, "sizes as in the job (--full)"))
-    model = _model(job.model)
-    if model is job.model:
+    sizes, recompute = _sizes(job.layout.tp), job.recompute
+    if job.model.class_ is not None:
+        model = job.model
         notes.append("model: a class of your own keeps its sizes")
     else:
+        layers, recompute = shrink_blocks(job)
+        model = _model(job.model, layers, sizes, job.layout.tp)
         changed = [_change(job.model, model, name) for name in _SIZES]
         notes.append("model: " + ", ".join(change for change in changed if change))
     layout = _layout(job, model, precision)
@@ -57,17 +76,23 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
             "global_batch": data_ranks * microbatches * micro_batch,
             "micro_batch": micro_batch,
             "steps": max(steps, 2),
+            "loss_chunk": _loss_chunk(job, micro_batch * min(job.data.seq_len, sizes.seq_len)),
         }
     )
-    seq_len = min(job.data.seq_len, SEQ_LEN)
+    seq_len = min(job.data.seq_len, sizes.seq_len)
     notes.append(
         f"batch: {job.train.global_batch} -> {train.global_batch} sequences of {job.data.seq_len} -> {seq_len} tokens, "
         f"{before} -> {microbatches} micro-batches of {job.train.micro_batch} -> {micro_batch} on each rank"
     )
+    if recompute != job.recompute:
+        notes.append(f"recompute: {_shown(job.recompute)} -> {_shown(recompute)}")
+    if train.loss_chunk != job.train.loss_chunk:
+        notes.append(f"loss: loss_chunk {job.train.loss_chunk} -> {train.loss_chunk} tokens")
     optimizer = _optimizer(job.optimizer)
     notes.append(f"optimizer: lr {optimizer.lr:g}, its schedule squeezed into {train.steps} steps")
     data = job.data.model_copy(update={"seq_len": seq_len})
     parts = {"model": model, "layout": layout, "train": train, "data": data, "optimizer": optimizer}
+    parts["recompute"] = recompute
     return Shrunk(resolve(small.model_copy(update=parts)), tuple(notes))
 
 
@@ -79,27 +104,64 @@ def _change(before: ModelSection, after: ModelSection, name: str) -> str:
     return "" if old == new else f"{name} {old} -> {new}"
 
 
-def _model(model: ModelSection) -> ModelSection:
-    if model.class_ is not None:
-        return model
-    assert model.kv_heads is not None and model.head_dim is not None, "the job is resolved"
+def _shown(section: RecomputeSection) -> str:
+    named = f", layers {list(section.layers)}" if section.layers else ""
+    return f"{section.mode}, segment {section.segment}{named}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Distinct odd primes that leave none of the tensor ranks without rows of the MLP and of the vocabulary."""
+
+    mlp_width: int
+    vocab: int
+    seq_len: int
+    positions: int
+
+
+def _sizes(tp: int) -> _Sizes:
+    mlp_width = next(size for size in _primes(MLP_WIDTH, {WIDTH}) if holds_rows(size, tp))
+    vocab = next(size for size in _primes(VOCAB, {WIDTH, mlp_width}) if holds_rows(size, tp))
+    seq_len = next(_primes(max(SEQ_LEN, tp), {WIDTH, mlp_width, vocab}))
+    return _Sizes(mlp_width, vocab, seq_len, next(_primes(max(POSITIONS, seq_len + 1), {mlp_width, vocab})))
+
+
+def _primes(start: int, taken: Set[int]) -> Iterator[int]:
+    """Primes from `start` on, but those that are another size."""
+    for number in count(start):
+        if number not in taken and all(number % divisor for divisor in range(2, isqrt(number) + 1)):
+            yield number
+
+
+def _heads(model: ModelSection, tp: int) -> tuple[int, int]:
+    """Query and kv heads that tensor ranks hold in the same way: as many ranks share a kv head, or each has whole ones.
+
+    With several kv heads a rank before, several now, unless each serves many query heads.
+    """
+    assert model.kv_heads is not None, "the job is resolved"
+    if model.kv_heads < tp:
+        return model.heads, model.kv_heads
     group = model.heads // model.kv_heads
-    kv_heads = min(model.kv_heads, 2 if group <= 4 else 1)
-    layers = min(model.layers, LAYERS)
-    frozen = [re.sub(r"(?<=blocks\.)\d+", lambda found: str(int(found[0]) % layers), item) for item in model.frozen]
+    kv_heads = tp * min(model.kv_heads // tp, 2 if group <= 4 else 1)
+    return kv_heads * group, kv_heads
+
+
+def _model(model: ModelSection, layers: int, sizes: _Sizes, tp: int) -> ModelSection:
+    assert model.head_dim is not None, "the job is resolved"
+    heads, kv_heads = _heads(model, tp)
     return model.model_copy(
         update={
             "preset": None,
             "layers": layers,
             "width": min(model.width, WIDTH),
-            "heads": kv_heads * group,
+            "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": min(model.head_dim, HEAD_DIM),
-            "mlp_width": min(model.mlp_width, MLP_WIDTH),
-            "vocab": min(model.vocab, VOCAB),
-            "max_positions": min(model.max_positions, POSITIONS),
+            "mlp_width": min(model.mlp_width, sizes.mlp_width),
+            "vocab": min(model.vocab, sizes.vocab),
+            "max_positions": min(model.max_positions, sizes.positions),
             "init_std": max(model.init_std, INIT_STD),
-            "frozen": tuple(dict.fromkeys(frozen)),
+            "frozen": shrink_frozen(model, layers),
         }
     )
 
@@ -121,7 +183,23 @@ def _block_bytes(model: ModelSection, precision: PrecisionSection) -> int:
     return numel * BYTES_PER_ELEMENT[dtypes_of(precision, "cpu").reduce]
 
 
+def _loss_chunk(job: Job, tokens: int) -> int | Literal["auto"]:
+    """Chunks of the loss of a micro-batch that now has `tokens` tokens: several, where there were several."""
+    setting, before = job.train.loss_chunk, job.train.micro_batch * job.data.seq_len
+    itemsize = BYTES_PER_ELEMENT["fp64" if job.precision.params == "fp64" else "fp32"]
+    chunk = chunk_tokens(setting, before, -(-job.model.vocab // job.layout.tp), itemsize)
+    if chunk == before:
+        return "auto" if setting == "auto" else tokens
+    return min(chunk, -(-tokens // min(-(-before // chunk), MAX_CHUNKS)))
+
+
 def _optimizer(optimizer: OptimizerSection) -> OptimizerSection:
     """A visible learning rate from the first step on; warm-up and decay as short as the run."""
-    changes = {"lr": max(optimizer.lr, LR), "muon_lr": max(optimizer.muon_lr, MUON_LR), "decay_steps": None}
-    return optimizer.model_copy(update={**changes, "warmup_steps": min(optimizer.warmup_steps, 1)})
+    changes = {
+        "lr": max(optimizer.lr, LR),
+        "decay_steps": None,
+        "warmup_steps": min(optimizer.warmup_steps, 1),
+    }
+    if "muon" in (optimizer.name, *optimizer.roles.values()):
+        changes["muon_lr"] = max(optimizer.muon_lr, MUON_LR)
+    return optimizer.model_copy(update=changes)
