@@ -80,6 +80,18 @@ def reference(job: Job, steps: int, model: Model | None = None) -> list[Referenc
     return done
 
 
+def floor_of(name: str, grads: dict[str, Tensor]) -> float:
+    """Smallest scale of an error in `name`: 1e-6 of the largest gradient, or for a key's bias that of the key's weight.
+
+    A softmax does not see what all its keys share, so a key's bias has gradient 0: the sum of what its weight's is made
+    of, which cancels.
+    """
+    weight = grads.get(name.replace(".k.bias", ".k.weight")) if name.endswith(".k.bias") else None
+    if weight is not None:
+        return weight.abs().max().item()
+    return 1e-6 * max(grad.abs().max().item() for grad in grads.values())
+
+
 def worst_error(found: Tensor, start: int, stop: int, whole: Tensor, floor: float) -> float:
     """Largest difference of a flat range, relative to the tensor's largest value (or `floor`, if that is more)."""
     if stop == start:

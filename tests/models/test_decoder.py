@@ -8,7 +8,7 @@ from tests.models.helpers import GPT, LLAMA, QWEN, packed, split_backward, value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heptad.config.schema import ModelSection
-from heptad.models.attention import core_attention
+from heptad.models.attention import flash_attention
 from heptad.models.batch import IGNORED, Batch, visible
 from heptad.models.decoder import Decoder, loss_sum
 
@@ -39,10 +39,10 @@ def test_c_126_core_attention_over_many_blocks_of_keys() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, heads, 1301, 8, generator=generator) for heads in (2, 1, 1))
     batch = packed([[1103, 198]])
-    before = core_attention(q, k, v, batch, None)
+    before = flash_attention(q, k, v, batch, None)
     k[:, :, :1103] += 5
     v[:, :, :1103] -= 3
-    assert torch.equal(before[:, :, 1103:], core_attention(q, k, v, batch, None)[:, :, 1103:])
+    assert torch.equal(before[:, :, 1103:], flash_attention(q, k, v, batch, None)[:, :, 1103:])
     assert bool(before.isfinite().all())
 
 
@@ -117,7 +117,7 @@ def test_core_attention_is_a_seam() -> None:
 
     def counted(q, k, v, given, dropout):  # type: ignore[no-untyped-def]
         calls.append((tuple(q.shape), tuple(k.shape)))
-        return core_attention(q, k, v, given, dropout)
+        return flash_attention(q, k, v, given, dropout)
 
     expected = model(batch)
     for block in model.blocks:
@@ -131,7 +131,7 @@ def test_grouped_heads_equal_repeated_ones() -> None:
     q, k, v = (torch.randn(2, heads, 11, 6, dtype=torch.float64, generator=generator) for heads in (6, 3, 3))
     for rows in ([[4, 7], [11]], [[11], [11]]):
         batch = packed(rows)
-        got = core_attention(q, k, v, batch, None)
+        got = flash_attention(q, k, v, batch, None)
         scores = q @ k.repeat_interleave(2, 1).transpose(-2, -1) / 6**0.5
         weights = scores.masked_fill(~visible(batch.documents), -torch.inf).softmax(-1)
         assert (got - weights @ v.repeat_interleave(2, 1)).abs().max() <= 1e-13

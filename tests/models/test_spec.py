@@ -12,6 +12,7 @@ from heptad.config.schema import Job, LayoutSection, ModelSection
 from heptad.errors import ConfigError
 from heptad.models.build import build
 from heptad.models.decoder import Decoder
+from heptad.models.parallel import RowLinear
 from heptad.models.resolve import derived, resolve
 from heptad.models.spec import param_specs, unit_specs
 
@@ -54,7 +55,7 @@ def test_published_totals(name: str) -> None:
 
 def test_every_linear_has_a_role() -> None:
     model = Decoder(LLAMA)
-    roles = {module.role for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    roles = {module.role for module in model.modules() if isinstance(module, torch.nn.Linear | RowLinear)}
     assert roles == {"q", "k", "v", "out", "gate", "up", "down", "head"}
 
 

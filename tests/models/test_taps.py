@@ -11,6 +11,7 @@ from heptad.config.schema import ModelSection
 from heptad.models.batch import Batch
 from heptad.models.build import Model, loose_params, tapped_modules, wrap
 from heptad.models.decoder import Decoder, loss_sum
+from heptad.models.parallel import Columns
 from heptad.models.taps import Tape
 
 SECTIONS = {
@@ -72,10 +73,13 @@ def test_a_weight_is_read_when_the_backward_runs_and_never_saved() -> None:
         param.untyped_storage().resize_(0)  # W reads no weight
     sink = DictSink()
     with torch.no_grad():
-        for (module, kept, _), dy in zip(tape.taps, dys, strict=True):
-            grads = {p: p.shape for p in module.parameters()}
-            module.write_weight_grads(kept, dy, sink)
+        for module, kept, probes in tape.taps:
+            members = module.linears if isinstance(module, Columns) else [module]
+            grads = {p: p.shape for member in members for p in member.parameters()}
+            module.write_weight_grads(kept, tuple(dys[: len(probes)]), sink)
+            del dys[: len(probes)]
             assert all(sink.grads[p].shape == shape for p, shape in grads.items())
+        assert not dys
     assert (dx - expected).abs().max() <= 1e-12
 
 
@@ -89,7 +93,7 @@ def test_w_of_a_layer_norm_reads_no_weight() -> None:
     norm.bias.untyped_storage().resize_(0)
     sink = DictSink()
     with torch.no_grad():
-        norm.write_weight_grads(norm.tape.taps[0][1], dys[0], sink)
+        norm.write_weight_grads(norm.tape.taps[0][1], dys, sink)
     assert sink.calls == 2
 
 

@@ -99,14 +99,14 @@ def test_random_means_other_parameters_for_other_seeds() -> None:
 
 
 def test_a_fault_of_the_model_is_no_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    from heptad.models.layers import Linear
+    from heptad.models.parallel import RowLinear
 
-    right = Linear.write_weight_grads
+    right = RowLinear.write_weight_grads
 
-    def wrong(self: Linear, saved: Any, dy: Any, sink: Any) -> None:
-        right(self, saved, dy * (1.5 if self.role == "down" else 1.0), sink)
+    def wrong(self: RowLinear, saved: Any, dys: Any, sink: Any) -> None:
+        right(self, saved, (dys[0] * (1.5 if self.role == "down" else 1.0),), sink)
 
-    monkeypatch.setattr(Linear, "write_weight_grads", wrong)  # forked ranks inherit it; the reference has no taps
+    monkeypatch.setattr(RowLinear, "write_weight_grads", wrong)  # forked ranks inherit it; the reference has no taps
     verdict = examine(Shrunk(layout_job(), ()), 1)
     assert verdict.blame is not None and verdict.blame.axis == NOBODY
     assert verdict.module == "blocks.1.mlp.down"

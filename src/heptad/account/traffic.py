@@ -8,6 +8,8 @@ are equal, phase by phase:
 | count | targets of the global batch, before the first backward | 8 (one int64) |
 | forward, backward | gathers, reductions: `axes/data/cost.py` | buckets |
 | loss | sum of the losses, and whether a rank asks to stop | 16 (two fp64) |
+| forward, backward | the tensor axis's regions: `axes/tensor/cost.py` | the stream |
+| shared | gradients that are a part only on each tensor rank | norms, shared kv heads |
 | norm | sum of squares over the ranks between which parameters are cut | 8 (one fp64) |
 | update | Muon assembles matrices that are cut: `optim/cost.py` | padded matrices |
 
@@ -19,14 +21,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from heptad.axes.data import cost
-from heptad.axes.data.buckets import plan_buckets, ranges_of, unit_uses
-from heptad.axes.data.stages import LOSS_AXES, replica_axes, shard_axes
+from heptad.axes.data.buckets import plan_buckets, ranges_of, tiles_of, unit_uses
+from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
+from heptad.axes.tensor import cost as tensor
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
+from heptad.models.chunk import chunk_tokens
+from heptad.models.cut import cuts as cuts_of
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.optim.cost import muon_traffic, norm_traffic
 from heptad.optim.roles import kind_of
-from heptad.precision.dtypes import dtypes_of
+from heptad.precision.dtypes import Dtypes, dtypes_of
 from heptad.schedule.action import Segments
 from heptad.trace import Transfer
 from heptad.units import BYTES_PER_ELEMENT, sent_bytes
@@ -47,12 +52,17 @@ def step_traffic(
     dtypes = dtypes_of(job.precision, device_type)
     reduce_bytes = BYTES_PER_ELEMENT[dtypes.reduce]
     microbatches = job.train.global_batch // (layout.data_ranks * job.train.micro_batch)
-    found = once_a_step(layout) + (norm_traffic(*shards) if shards[1] > 1 else [])
+    holders = cost.axis_sizes(layout, holder_axes(zero))
+    found = once_a_step(layout) + (norm_traffic(*holders) if holders[1] > 1 else [])
     if job.layout.engine == "fsdp2":
         replicas = cost.axis_sizes(layout, replica_axes(zero))
         sizes = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
         return found + cost.fsdp2_traffic(units, specs, shards, replicas, microbatches, *sizes)
-    buckets = plan_buckets(units, specs, shards[1], job.layout.bucket_mb, reduce_bytes)
+    held = cuts_of(specs, job.model, layout.degree("tp"), job.layout.sequence_parallel)
+    local = [held[0][spec.name].local for spec in specs]
+    buckets = plan_buckets(units, local, shards[1], job.layout.bucket_mb, reduce_bytes)
+    found += tensor.traffic(units, specs, _stream(job, dtypes), microbatches, recompute)
+    found += cost.parts_traffic(buckets, held[0], shards[1], layout.degree("tp"), reduce_bytes)
     found += cost.traffic(
         buckets,
         unit_uses(units, buckets),
@@ -64,17 +74,36 @@ def step_traffic(
         reduce_bytes,
         recompute,
     )
-    cuts = [
-        ranges_of(bucket, slot, shards[1])
+    tiles = [
+        tiles_of(ranges_of(bucket, slot, shards[1]), [cuts[slot.spec.name] for cuts in held])
         for bucket in buckets
         for slot in bucket.slots
         if slot.spec.trainable and kind_of(job.optimizer, slot.spec) == "muon"
     ]
-    return found + muon_traffic(cuts, shards[0], BYTES_PER_ELEMENT[dtypes.master])
+    return found + muon_traffic(tiles, holders[0], BYTES_PER_ELEMENT[dtypes.master])
+
+
+def _stream(job: Job, dtypes: Dtypes) -> tensor.Sizes:
+    """Sizes of what the tensor axis sends."""
+    layout, model, tokens = job.layout, job.model, job.train.micro_batch * job.data.seq_len
+    wide = 8 if dtypes.params == "fp64" else 4
+    rows = -(-model.vocab // layout.tp)
+    return tensor.Sizes(
+        layout.tp,
+        tokens,
+        model.width,
+        BYTES_PER_ELEMENT[dtypes.params],
+        wide,
+        layout.sequence_parallel,
+        layout.keep_gathered,
+        -(-tokens // chunk_tokens(job.train.loss_chunk, tokens, rows, wide)),
+    )
 
 
 def once_a_step(layout: Layout) -> list[Transfer]:
-    """The all-reduces of the count of targets and of the loss, over every rank that reads other tokens."""
+    """The all-reduces of the count of targets and of the loss. Over all ranks: of those that read the same tokens one
+    counts, but each must know.
+    """
     axis, num_ranks = cost.axis_sizes(layout, LOSS_AXES)
     if num_ranks == 1:
         return []

@@ -1,7 +1,8 @@
 """The one place where axes meet: from a job to what one rank runs.
 
-Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; then the data
-axis, last of all axes, since it owns the storage of every parameter as the other axes have cut it.
+Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; the tensor axis
+(what of each parameter is here, where the stream is cut); then the data axis, last of all, since it owns the storage of
+every parameter as the other axes have cut it.
 Read next: `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
 """
 
@@ -14,11 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from heptad.axes.data.engine import DataEngine
-from heptad.axes.data.stages import LOSS_AXES, data_rule, replica_axes, shard_axes
+from heptad.axes.data.shard import Holders
+from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, replica_axes, shard_axes
+from heptad.axes.tensor.apply import cut_model
 from heptad.config.schema import Job
+from heptad.mesh.collectives import Group
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.models.build import Model, build
+from heptad.models.cut import Summed, cuts
 from heptad.models.spec import UnitSpec
 from heptad.precision.policy import Policy
 from heptad.recompute.policy import segments
@@ -72,7 +77,19 @@ def recomputed(job: Job, units: Sequence[UnitSpec]) -> Segments:
 
 def wanted_groups(zero: int) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
-    return [LOSS_AXES, shard_axes(zero), replica_axes(zero)]
+    return [LOSS_AXES, shard_axes(zero), replica_axes(zero), holder_axes(zero), ("tp",)]
+
+
+def _tensor(job: Job, mesh: Mesh, model: Model) -> Holders:
+    """The tensor axis: seams of the model set, and who holds what of each parameter."""
+    section, group = job.layout, mesh.group("tp")
+    held = cuts(model.specs, job.model, group.size, section.sequence_parallel)
+    cut_model(model, group, section.sequence_parallel, section.keep_gathered, held[group.index])
+    sums: dict[Summed, Group] = {"tensor": group}
+    copies = max((cut.copies for cut in held[0].values() if cut.summed == "copies"), default=1)
+    if copies > 1:
+        sums["copies"] = mesh.neighbours("tp", copies)
+    return Holders(mesh.group(*holder_axes(section.zero)), held, group.index, sums)
 
 
 def apply(job: Job, rank: int, device: torch.device, model: Model | None = None) -> Parallel:
@@ -87,7 +104,9 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
         engine: DataEngine | Fsdp2Engine = Fsdp2Engine(model, mesh, policy, job.train.seed)
     else:
         shards, replicas = mesh.group(*shard_axes(zero)), mesh.group(*replica_axes(zero))
-        engine = DataEngine(model, zero, shards, replicas, policy, device, job.layout.bucket_mb, job.train.seed)
+        holders = _tensor(job, mesh, model)
+        seed, bucket_mb = job.train.seed, job.layout.bucket_mb
+        engine = DataEngine(model, zero, shards, replicas, holders, policy, device, bucket_mb, seed)
     recompute = recomputed(job, model.unit_specs)
     backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
     executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger)

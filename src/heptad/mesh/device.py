@@ -24,15 +24,24 @@ class Mesh:
     def __init__(self, layout: Layout, rank: int, wanted: Sequence[tuple[str, ...]], device: torch.device) -> None:
         self.layout, self.rank, self.device, self.ledger = layout, rank, device, Ledger()
         self._groups: dict[tuple[str, ...], Group] = {}
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for axes in wanted:
-            for ranks in layout.groups(axes):
-                if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            ranks = layout.group_of(rank, axes)
-            name = layout.group_name(axes)
-            point_to_point = device.type == "cpu"
-            self._groups[axes] = Group(name, ranks, ranks.index(rank), made[ranks], self.ledger, point_to_point)
+            self._groups[axes] = self._make(axes, layout.degree(*axes))
+
+    def _make(self, axes: tuple[str, ...], size: int) -> Group:
+        """Groups along `axes`, each cut into runs of `size`; returns this rank's."""
+        runs = [run[at : at + size] for run in self.layout.groups(axes) for at in range(0, len(run), size)]
+        for ranks in runs:
+            if ranks not in self._made:
+                self._made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        ranks = next(run for run in runs if self.rank in run)
+        name, point_to_point = self.layout.group_name(axes), self.device.type == "cpu"
+        return Group(name, ranks, ranks.index(self.rank), self._made[ranks], self.ledger, point_to_point)
+
+    def neighbours(self, axis: str, size: int) -> Group:
+        """Runs of `size` neighbours along `axis` (a divisor of its degree). Collective over all ranks: made here."""
+        assert self.layout.degree(axis) % size == 0, (axis, size)
+        return self._make((axis,), size)
 
     def group(self, *axes: str) -> Group:
         """The group along `axes`, which must be among those wanted at construction."""

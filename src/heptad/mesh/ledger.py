@@ -19,10 +19,11 @@ from heptad.units import sent_bytes
 
 
 class Ledger:
-    """Counts of one rank since the last `reset`."""
+    """Counts of one rank since the last `reset`. `phase`: of the action under way, for collectives inside of it."""
 
     def __init__(self) -> None:
         self._entries: list[Transfer] = []
+        self.phase = "forward"
 
     def record(self, op: str, axis: str, phase: str, num_bytes: int) -> None:
         """One collective: `num_bytes` is what this rank sends, by the ring formula or as posted (point to point)."""

@@ -1,11 +1,12 @@
 """Attention of one block: projections, optional norm of queries and keys, rotary positions, core attention, projection.
 
-The core is a seam: `Attention.core` is a plain function attribute that an axis may replace. Documents are isolated by
-the batch's mask, which is made with the batch (`batch.py`); positions restart as well, and both are needed (C-127).
+The core is a seam: `Attention.core` is a plain function attribute that an axis may replace; `stream` is the other one
+(`mesh/regions.py`). Documents are isolated by the batch's mask, which is made with the batch (`batch.py`); positions
+restart as well, and both are needed (C-127).
 
-Legend: B sequences, L tokens, D width, H query heads, K key/value heads, d head_dim.
-Cost of SDPA beside the projections: 4·B·H·L²·d FLOPs forward, no L² memory. With attention dropout the scores are
-formed: B·H·L² elements. Read next: `rotary.py`, `dropout.py`, `decoder.py`.
+Legend: B sequences, L tokens, D width, H query heads and K key/value heads on this rank, d head_dim.
+Cost of SDPA ("flash") beside the projections: 4·B·H·L²·d FLOPs forward, no L² memory. "math" forms the scores, B·H·L²
+elements, as attention dropout needs it. Read next: `rotary.py`, `dropout.py`, `parallel.py`, `decoder.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heptad.config.schema import ModelSection
+from heptad.mesh.regions import SINGLE, Stream
 from heptad.models.batch import Batch, visible
 from heptad.models.dropout import Dropout
 from heptad.models.layers import LayerNorm, Linear, RMSNorm
+from heptad.models.parallel import RowLinear, columns
 from heptad.models.rotary import Rotary, rotate
 
 Core = Callable[[Tensor, Tensor, Tensor, Batch, "Dropout | None"], Tensor]
 """(q [B, H, L, d], k [B, K, L, d], v [B, K, L, d], batch, dropout) -> [B, H, L, d]; dropout None: drop nothing."""
 
 
-def core_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None) -> Tensor:
-    """Causal attention within documents, softmax(q kᵀ / √d) v. Same dtype in and out."""
-    if dropout is not None:
-        return _dropped_attention(q, k, v, batch, dropout)
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None) -> Tensor:
+    """Causal attention within documents, softmax(q kᵀ / √d) v, by torch's fused kernel. Same dtype in and out."""
+    assert dropout is None, "the fused kernel draws its own dropout: model.attention = flash refuses it"
     repeat = q.shape[1] // k.shape[1]
     if batch.mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=repeat > 1)
@@ -39,14 +41,17 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropo
     return F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask)
 
 
-def _dropped_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout) -> Tensor:
+def math_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None) -> Tensor:
+    """The same with the scores formed, so that dropout can act on them."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     mask = visible(batch.documents) if batch.mask is None else batch.mask
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-2, -1)).to(wide) / math.sqrt(q.shape[-1])  # [B, H, L, L]
     probabilities = scores.masked_fill(~mask, -math.inf).softmax(-1)
-    return dropout.attention(probabilities, batch.index, batch.index, batch.step).to(v.dtype) @ v
+    if dropout is not None:
+        probabilities = dropout.attention(probabilities, batch.index, batch.index, batch.step)
+    return probabilities.to(v.dtype) @ v
 
 
 def norm_of(section: ModelSection, width: int) -> RMSNorm | LayerNorm:
@@ -63,26 +68,29 @@ def linear_of(role: str, fan_in: int, fan_out: int, bias: bool) -> Linear:
 
 
 class Attention(nn.Module):
-    """x [B, L, D] -> [B, L, D], its norm included, the residual not. `section` is complete (`spec.complete`)."""
+    """Norm, attention and projection, the residual not. `section` is complete (`spec.complete`)."""
+
+    stream: Stream = SINGLE
 
     def __init__(self, section: ModelSection, rotary: Rotary | None, dropout: Dropout | None) -> None:
         super().__init__()
         assert section.head_dim is not None and section.kv_heads is not None
         width, d = section.width, section.head_dim
         self.head_dim, self.rotary, self.dropout = d, rotary, dropout
-        self.core: Core = core_attention
+        math_path = section.attention == "math" or (section.attention == "auto" and section.attention_dropout > 0)
+        self.core: Core = math_attention if math_path else flash_attention
         self.norm = norm_of(section, width)
         self.q = linear_of("q", width, section.heads * d, section.qkv_bias)
         self.k = linear_of("k", width, section.kv_heads * d, section.qkv_bias)
         self.v = linear_of("v", width, section.kv_heads * d, section.qkv_bias)
         self.q_norm = norm_of(section, d) if section.qk_norm else None
         self.k_norm = norm_of(section, d) if section.qk_norm else None
-        self.out = linear_of("out", section.heads * d, width, section.attention_bias)
+        self.out = RowLinear("out", section.heads * d, width, section.attention_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [B, L, D] -> [B, L, D]."""
-        x = self.norm(x)
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))  # [B, L, ·, d]
+        """The stream -> the stream: [B, L, D], or this rank's [n, D] of it."""
+        projected = columns(self.norm(x), (self.q, self.k, self.v), self.stream, batch.ids.numel())
+        q, k, v = (part.view(*batch.ids.shape, -1, self.head_dim) for part in projected)  # [B, L, H or K, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
@@ -90,5 +98,5 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         dropout = self.dropout if self.training else None
         mixed = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), batch, dropout)  # [B, H, L, d]
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))  # [B, L, H·d] -> [B, L, D]
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))  # [B, L, H·d] -> the stream
         return out

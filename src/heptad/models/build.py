@@ -30,10 +30,11 @@ from heptad.models import init, spec
 from heptad.models.batch import Batch
 from heptad.models.decoder import Block, Decoder, Embed, Head
 from heptad.models.layers import Embedding, LayerNorm, Linear, RMSNorm
+from heptad.models.parallel import RowLinear
 from heptad.models.spec import Init, ParamSpec, UnitSpec
 
-TAPPED = (Linear, Embedding, RMSNorm, LayerNorm)
-TappedModule = Linear | Embedding | RMSNorm | LayerNorm
+TAPPED = (Linear, RowLinear, Embedding, RMSNorm, LayerNorm)
+TappedModule = Linear | RowLinear | Embedding | RMSNorm | LayerNorm
 
 
 class Model:
@@ -67,9 +68,15 @@ class Model:
 def build(job: Job) -> Model:
     """The job's model on the meta device. Raises ConfigError for a class that cannot be used."""
     if job.model.class_ is None:
-        return wrap(Decoder(job.model, job.train.seed), job.model)
-    with torch.device("meta"):
-        module = _load(job.model.class_)(job.model)
+        module: nn.Module = Decoder(job.model, job.train.seed)
+    else:
+        with torch.device("meta"):
+            module = _load(job.model.class_)(job.model)
+    if isinstance(module, Decoder):
+        module.head.loss_chunk = job.train.loss_chunk
+    elif job.train.loss_chunk != "auto":
+        rule = f"it would have no effect: {job.model.class_} computes its own loss"
+        raise ConfigError.of("train.loss_chunk", job.train.loss_chunk, rule, "remove it")
     return wrap(module, job.model)
 
 

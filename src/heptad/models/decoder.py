@@ -11,19 +11,22 @@ Cost: see `account/parameters.py` and `account/flops.py`. Read next: `layers.py`
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heptad.config.schema import ModelSection
+from heptad.mesh.regions import SINGLE, Stream
 from heptad.models import spec
 from heptad.models.attention import Attention, linear_of, norm_of
 from heptad.models.batch import IGNORED, Batch
 from heptad.models.dropout import Dropout
 from heptad.models.init import materialise
 from heptad.models.layers import Embedding
-from heptad.models.loss import TokenLoss
+from heptad.models.loss import TokenLoss, whole_logits
+from heptad.models.parallel import RowLinear, TokenTable, columns
 from heptad.models.rotary import Rotary
 
 Segment = Callable[[Tensor, Batch], Tensor]
@@ -41,28 +44,34 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class Embed(nn.Module):
-    """The first unit: (None, batch) -> x [B, L, D]; tokens, and learned positions where the model has them."""
+    """The first unit: (None, batch) -> the stream; tokens, and learned positions where the model has them."""
+
+    stream: Stream = SINGLE
 
     def __init__(self, section: ModelSection, dropout: Dropout | None) -> None:
         super().__init__()
         self.dropout = dropout
-        self.tokens = Embedding(section.vocab, section.width)
+        self.tokens = TokenTable(section.vocab, section.width)
         learned = section.positions == "learned"
         self.positions = Embedding(section.max_positions, section.width) if learned else None
 
     def forward(self, x: None, batch: Batch) -> Tensor:
-        """[B, L, D] of `batch.ids`."""
+        """The stream of `batch.ids`."""
         y: Tensor = self.tokens(batch.ids)
         if self.positions is not None:
-            y = y + self.positions(batch.positions)
-        return y if self.dropout is None or not self.training else self.dropout.features(y, batch.index, batch.step)
+            y = y + self.positions(self.stream.local(batch.positions))
+        if self.dropout is None or not self.training:
+            return y
+        return self.dropout.features(y, self.stream.local(batch.index), batch.step)
 
 
 class Mlp(nn.Module):
-    """x [B, L, D] -> [B, L, D], its norm included, the residual not.
+    """The stream -> the stream, its norm included, the residual not.
 
     gated: down(act(gate x) · up x) (Shazeer, arXiv 2002.05202); plain: down(act(up x)).
     """
+
+    stream: Stream = SINGLE
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -71,18 +80,21 @@ class Mlp(nn.Module):
         self.norm = norm_of(section, width)
         self.gate = linear_of("gate", width, inner, bias) if section.mlp == "gated" else None
         self.up = linear_of("up", width, inner, bias)
-        self.down = linear_of("down", inner, width, bias)
+        self.down = RowLinear("down", inner, width, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, L, D] -> [B, L, D]."""
-        x = self.norm(x)
-        inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[B, L, D], or this rank's [n, D] of it, to the same."""
+        linears = (self.up,) if self.gate is None else (self.gate, self.up)
+        parts = columns(self.norm(x), linears, self.stream, batch.ids.numel())
+        inner = self.activation(parts[0]) if self.gate is None else self.activation(parts[0]) * parts[1]
         out: Tensor = self.down(inner)
         return out
 
 
 class Block(nn.Module):
-    """x [B, L, D], batch -> x. `segments` names its parts; running them in order is its forward."""
+    """(x, batch) -> x, the stream. `segments` names its parts; running them in order is its forward."""
+
+    stream: Stream = SINGLE
 
     def __init__(self, section: ModelSection, rotary: Rotary | None, seed: int, name: str) -> None:
         super().__init__()
@@ -107,31 +119,41 @@ class Block(nn.Module):
         return x + self._dropped(self.attention(x, batch), self.attention_dropout, batch)
 
     def _transform(self, x: Tensor, batch: Batch) -> Tensor:
-        return x + self._dropped(self.mlp(x), self.mlp_dropout, batch)
+        return x + self._dropped(self.mlp(x, batch), self.mlp_dropout, batch)
 
     def _dropped(self, y: Tensor, dropout: Dropout | None, batch: Batch) -> Tensor:
-        return y if dropout is None or not self.training else dropout.features(y, batch.index, batch.step)
+        if dropout is None or not self.training:
+            return y
+        return dropout.features(y, self.stream.local(batch.index), batch.step)
 
 
 class Head(nn.Module):
-    """The last unit: (x [B, L, D], batch) -> sum of the token losses, a scalar of at least fp32."""
+    """The last unit: (the stream, batch) -> sum of the token losses, a scalar of at least fp32.
+
+    vocabulary: the rows of the whole vocabulary that `out.weight` has, padding behind them. loss_chunk: see `chunk.py`.
+    """
+
+    stream: Stream = SINGLE
+    loss_chunk: int | Literal["auto"] = "auto"
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
         self.norm = norm_of(section, section.width)
         self.out = linear_of("head", section.width, section.vocab, bias=False)
+        self.vocab = section.vocab
+        self.vocabulary = range(section.vocab)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [B, L, D] -> [B, L, V], in x's dtype."""
-        logits: Tensor = self.out(self.norm(x))
-        return logits
+    def logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """The stream of `batch` -> [B, L, V] on every rank, in x's dtype."""
+        full = self.stream.gather(self.norm(x), batch.ids.numel()).wait()
+        return whole_logits(self.out(full), self.stream.group, self.vocab).view(*batch.ids.shape, -1)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """The loss of `batch`, summed over its targets."""
-        if self.out.tape is None:
-            return loss_sum(self.logits(x), batch.labels)
-        loss: Tensor = TokenLoss.apply(_at_least_fp32(self.logits(x)).flatten(0, -2), batch.labels.flatten())
-        return loss
+        """The loss of `batch`, summed over its targets; on one rank torch's cross-entropy for ordinary autograd."""
+        x, tape = self.norm(x), self.out.tape
+        if tape is None and torch.is_grad_enabled() and self.stream.size == 1:
+            return loss_sum(self.out(x), batch.labels)
+        return TokenLoss(self.out, self.stream, self.vocabulary, self.loss_chunk, batch.labels.flatten(), tape)(x)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -203,7 +225,7 @@ class Decoder(nn.Module):
 
     def logits(self, batch: Batch) -> Tensor:
         """[B, L, V], in the parameters' dtype."""
-        return self.head.logits(self.hidden(batch))
+        return self.head.logits(self.hidden(batch), batch)
 
     def forward(self, batch: Batch) -> Tensor:
         """The sum of the token losses of `batch`."""

@@ -22,16 +22,19 @@ class Dropout:
     rate: float
     seed: int
     site: str
+    first_head: int = 0
+    """Number, in the whole model, of the first head whose probabilities are given."""
 
     def features(self, x: Tensor, index: Tensor, step: int) -> Tensor:
-        """x [B, L, D]; index [B, L] int64, the tokens' global numbers. Same shape and dtype."""
+        """x [..., D]; index [...] int64, the tokens' global numbers. Same shape and dtype."""
         columns = self._words(torch.arange(x.shape[-1], device=x.device), step, "column")
         rows = self._words(index, step, "row")
         return self._drop(x, rows.unsqueeze(-1) ^ columns)
 
     def attention(self, probabilities: Tensor, queries: Tensor, keys: Tensor, step: int) -> Tensor:
         """probabilities [B, H, Lq, Lk]; queries [B, Lq] and keys [B, Lk] int64, the tokens' global numbers."""
-        heads = self._words(torch.arange(probabilities.shape[1], device=probabilities.device), step, "head")
+        first, number = self.first_head, probabilities.shape[1]
+        heads = self._words(torch.arange(first, first + number, device=probabilities.device), step, "head")
         pairs = self._words(queries, step, "query").unsqueeze(-1) ^ self._words(keys, step, "key").unsqueeze(-2)
         pairs = _finalise_(pairs)  # twice, or (q, k) and (q', k') with equal xor would agree in every head
         return self._drop(probabilities, pairs.unsqueeze(1) ^ heads.view(1, -1, 1, 1))

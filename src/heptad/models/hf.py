@@ -49,8 +49,8 @@ _GPT2 = {
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """Where one of our parameters lies: tensor `name`; `transposed` if stored input dim first; `rows` [start, stop) of
-    the output dim where several of ours share it."""
+    """Where one of our parameters lies: tensor `name`; `transposed`: dims the other way round than ours; `rows` [start,
+    stop) of the output dim where several of ours share it."""
 
     name: str
     transposed: bool = False
@@ -73,7 +73,9 @@ def _place(name: str, section: ModelSection, gpt2: bool) -> HfTensor:
         prefix = f"transformer.h.{layer}." if gpt2 else f"model.layers.{layer}."
     full = f"{prefix}{(_GPT2 if gpt2 else _LLAMA)[module]}.{kind}"
     linear = bool(prefix) and not module.endswith("norm")
-    return HfTensor(full, gpt2 and linear and kind == "weight", _rows(module, section) if gpt2 else None)
+    input_first = module in ("attention.out", "mlp.down")  # ours are, so that every weight is cut along dim 0
+    transposed = linear and kind == "weight" and gpt2 is not input_first
+    return HfTensor(full, transposed, _rows(module, section) if gpt2 else None)
 
 
 def _rows(module: str, section: ModelSection) -> tuple[int, int] | None:

@@ -3,11 +3,11 @@
 With `tape = None` a layer is made of plain torch ops and ordinary autograd. With a tape its backward gives only the
 input's gradient; the weights are held by reference and read when the backward runs, because the data axis frees and
 refills their storage in between: autograd saves none of them. Both ways run the same forward arithmetic, bit for bit,
-so running a unit again (recompute) changes nothing.
+so running a unit again (recompute) changes nothing. Layers that may be cut over the tensor axis are in `parallel.py`.
 
 Legend: `...` any leading dims, D last dim of the input, O outputs of a linear, V rows of a table.
 Cost: a linear keeps its input alive until W; a norm its input and one statistic (two for LayerNorm) a row.
-Read next: `attention.py`, `decoder.py`.
+Read next: `parallel.py`, `attention.py`, `decoder.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heptad.models.taps import GradSink, Tape
+from heptad.models.taps import Dys, GradSink, Tape, Tapped
 
 
 def trainable(param: nn.Parameter | None) -> bool:
@@ -29,8 +29,22 @@ def trainable(param: nn.Parameter | None) -> bool:
 def _pass_on(ctx: Any, saved: tuple[Any, ...], dy: Tensor, wanted: bool) -> Tensor | None:
     """dy for the probe; with a sink the weight gradients are written here, and nothing is passed on."""
     if wanted and ctx.sink is not None:
-        ctx.module.write_weight_grads(saved, dy, ctx.sink)
+        ctx.module.write_weight_grads(saved, (dy,), ctx.sink)
     return dy if wanted and ctx.sink is None else None
+
+
+def link_of(tape: Tape, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, shape: torch.Size) -> Tensor:
+    """The one link of a module with one output."""
+    return tape.links(module, saved, like, shape)[0]
+
+
+def write_linear(linear: Linear, x: Tensor, dy: Tensor, sink: GradSink) -> None:
+    """weight [O, D] += dyᵀ x, bias += Σ dy, over the leading dims of x [..., D] and dy [..., O]."""
+    rows = dy.reshape(-1, dy.shape[-1])
+    if trainable(linear.weight):
+        sink.add_matmul(linear.weight, rows.t(), x.reshape(-1, x.shape[-1]))
+    if linear.bias is not None and linear.bias.requires_grad:
+        sink.add(linear.bias, rows.sum(0))
 
 
 class _LinearInput(torch.autograd.Function):
@@ -38,13 +52,14 @@ class _LinearInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: Tensor | None, module: Linear, sink: GradSink | None) -> Tensor:
-        ctx.module, ctx.sink, ctx.x = module, sink, None if sink is None else x
+        ctx.module, ctx.sink = module, sink
+        if sink is not None and link is not None:
+            ctx.save_for_backward(x)
         return F.linear(x, module.weight, module.bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        passed = _pass_on(ctx, (ctx.x,), dy, ctx.needs_input_grad[1])
-        ctx.x = None
+        passed = _pass_on(ctx, ctx.saved_tensors, dy, ctx.needs_input_grad[1])
         return dy @ ctx.module.weight if ctx.needs_input_grad[0] else None, passed, None, None
 
 
@@ -62,17 +77,15 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         link = None
         if trainable(self.weight) or trainable(self.bias):
-            link = self.tape.link(self, (x,), x, torch.Size((*x.shape[:-1], self.weight.shape[0])))
+            link = link_of(self.tape, self, (x,), x, torch.Size((*x.shape[:-1], self.weight.shape[0])))
         out: Tensor = _LinearInput.apply(x, link, self, self.tape.sink)
         return out
 
-    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
         """weight += dyᵀ x, bias += Σ dy over the leading dims."""
-        rows = dy.reshape(-1, dy.shape[-1])
-        if trainable(self.weight):
-            sink.add_matmul(self.weight, rows.t(), saved[0].reshape(-1, saved[0].shape[-1]))
-        if self.bias is not None and self.bias.requires_grad:
-            sink.add(self.bias, rows.sum(0))
+        (dy,) = dys
+        assert dy is not None
+        write_linear(self, saved[0], dy, sink)
 
 
 class _EmbeddingLookup(torch.autograd.Function):
@@ -80,12 +93,13 @@ class _EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, link: Tensor | None, module: Embedding, sink: GradSink | None) -> Tensor:
-        ctx.module, ctx.sink, ctx.ids = module, sink, ids
+        ctx.module, ctx.sink = module, sink
+        ctx.save_for_backward(ids)
         return F.embedding(ids, module.weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _pass_on(ctx, (ctx.ids,), dy, ctx.needs_input_grad[1]), None, None
+        return None, _pass_on(ctx, ctx.saved_tensors, dy, ctx.needs_input_grad[1]), None, None
 
 
 class Embedding(nn.Embedding):
@@ -105,12 +119,15 @@ class Embedding(nn.Embedding):
             return F.embedding(ids, self.weight)
         link = None
         if trainable(self.weight):
-            link = self.tape.link(self, (ids,), self.weight, torch.Size((*ids.shape, self.weight.shape[1])))
+            shape = torch.Size((*ids.shape, self.weight.shape[1]))
+            link = link_of(self.tape, self, (ids,), self.weight, shape)
         out: Tensor = _EmbeddingLookup.apply(ids, link, self, self.tape.sink)
         return out
 
-    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
         """weight[ids] += dy."""
+        (dy,) = dys
+        assert dy is not None
         sink.add_rows(self.weight, saved[0].reshape(-1), dy.reshape(-1, dy.shape[-1]))
 
 
@@ -164,13 +181,14 @@ class RMSNorm(nn.RMSNorm):
             return (wide * _inverse_rms(wide, self.eps)).mul(self.weight).to(x.dtype)
         with torch.no_grad():
             inverse = _inverse_rms(_at_least_fp32(x), self.eps)
-        link = self.tape.link(self, (x, inverse), x) if trainable(self.weight) else None
+        link = link_of(self.tape, self, (x, inverse), x, x.shape) if trainable(self.weight) else None
         out: Tensor = _RMSNormInput.apply(x, inverse, link, self, self.tape.sink)
         return out
 
-    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
         """weight += Σ dy · x / rms over the leading dims."""
-        x, inverse = saved
+        (x, inverse), (dy,) = saved, dys
+        assert dy is not None
         product = (_at_least_fp32(x) * inverse).mul_(dy)
         sink.add(self.weight, product.reshape(-1, x.shape[-1]).sum(0))
 
@@ -217,7 +235,7 @@ class LayerNorm(nn.LayerNorm):
         with torch.no_grad():
             y, mean, inverse = self._normalise(x)
         wanted = trainable(self.weight) or trainable(self.bias)
-        link = self.tape.link(self, (x, mean, inverse), x) if wanted else None
+        link = link_of(self.tape, self, (x, mean, inverse), x, x.shape) if wanted else None
         out: Tensor = _LayerNormInput.apply(x, y, mean, inverse, link, self, self.tape.sink)
         return out
 
@@ -227,9 +245,10 @@ class LayerNorm(nn.LayerNorm):
         y, mean, inverse = torch.native_layer_norm(wide, list(x.shape[-1:]), weight, bias, self.eps)
         return y.to(x.dtype), mean, inverse
 
-    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
         """weight += Σ dy · (x - mean) / std, bias += Σ dy over the leading dims."""
-        x, mean, inverse = saved
+        (x, mean, inverse), (dy,) = saved, dys
+        assert dy is not None
         wide, grad = _at_least_fp32(x), _at_least_fp32(dy).contiguous()
         mask = [False, trainable(self.weight), trainable(self.bias)]
         # the kernel asks for a weight and reads only its shape here: the real one may be dropped by now

@@ -29,8 +29,9 @@ class Init:
 class ParamSpec:
     """One parameter of the whole model, before any axis cuts it.
 
-    dims: logical name of each dim, e.g. ("heads", "width"); axes map names to mesh axes. role decides optimizer and
-    decay. trainable False: no gradient, no optimizer state, no reduction.
+    dims: logical name of each dim, e.g. ("heads", "width"); dim 0 is the one an axis may cut (`cut.py`). role decides
+    optimizer and decay. trainable False: no gradient, no optimizer state, no reduction. input_first: a weight stored
+    (in, out), since it is its input features that are cut. stream: it acts on the residual stream, token by token.
     """
 
     name: str
@@ -39,6 +40,8 @@ class ParamSpec:
     role: Role
     init: Init
     trainable: bool = True
+    input_first: bool = False
+    stream: bool = False
 
     @property
     def numel(self) -> int:
@@ -149,19 +152,31 @@ def _normal(
 
 
 def _linear(
-    section: ModelSection, name: str, out: tuple[str, int], into: tuple[str, int], bias: bool, shrink: float = 1.0
+    section: ModelSection, name: str, out: tuple[str, int], into: tuple[str, int], bias: bool
 ) -> list[ParamSpec]:
-    shape, dims = (out[1], into[1]), (out[0], into[0])
-    specs = [_normal(f"{name}.weight", shape, dims, "matrix", section, shrink)]
-    if bias:
-        specs.append(ParamSpec(f"{name}.bias", (out[1],), (out[0],), "bias", Init("constant", 0.0)))
-    return specs
+    """Column-parallel: its output features are cut."""
+    specs = [_normal(f"{name}.weight", (out[1], into[1]), (out[0], into[0]), "matrix", section)]
+    return specs + (_bias(name, out) if bias else [])
+
+
+def _row_linear(
+    section: ModelSection, name: str, out: tuple[str, int], into: tuple[str, int], bias: bool
+) -> list[ParamSpec]:
+    """Row-parallel: its input features are cut, so it is stored input first. It writes into the residual stream."""
+    shrink = 1 / math.sqrt(2 * section.layers)
+    weight = _normal(f"{name}.weight", (into[1], out[1]), (into[0], out[0]), "matrix", section, shrink)
+    return [replace(weight, input_first=True)] + (_bias(name, out) if bias else [])
+
+
+def _bias(name: str, out: tuple[str, int]) -> list[ParamSpec]:
+    return [ParamSpec(f"{name}.bias", (out[1],), (out[0],), "bias", Init("constant", 0.0))]
 
 
 def _norm(section: ModelSection, name: str, dim: str, size: int) -> list[ParamSpec]:
-    specs = [ParamSpec(f"{name}.weight", (size,), (dim,), "norm", Init("constant", 1.0))]
+    stream = dim == "width"
+    specs = [ParamSpec(f"{name}.weight", (size,), (dim,), "norm", Init("constant", 1.0), stream=stream)]
     if section.norm == "layer":
-        specs.append(ParamSpec(f"{name}.bias", (size,), (dim,), "bias", Init("constant", 0.0)))
+        specs.append(ParamSpec(f"{name}.bias", (size,), (dim,), "bias", Init("constant", 0.0), stream=stream))
     return specs
 
 
@@ -170,7 +185,8 @@ def _embed(section: ModelSection) -> list[ParamSpec]:
     specs = [_normal("embed.tokens.weight", (section.vocab, width), ("vocab", "width"), "embedding", section)]
     if section.positions == "learned":
         shape = (section.max_positions, width)
-        specs.append(_normal("embed.positions.weight", shape, ("positions", "width"), "embedding", section))
+        positions = _normal("embed.positions.weight", shape, ("positions", "width"), "embedding", section)
+        specs.append(replace(positions, stream=True))
     return specs
 
 
@@ -183,7 +199,7 @@ def _attention(section: ModelSection, name: str) -> list[ParamSpec]:
         specs += _linear(section, f"{name}.{part}", out, width, section.qkv_bias)
     if section.qk_norm:
         specs += _norm(section, f"{name}.q_norm", "head_dim", d) + _norm(section, f"{name}.k_norm", "head_dim", d)
-    return specs + _linear(section, f"{name}.out", width, heads, section.attention_bias, _shrink(section))
+    return specs + _row_linear(section, f"{name}.out", width, heads, section.attention_bias)
 
 
 def _mlp(section: ModelSection, name: str) -> list[ParamSpec]:
@@ -191,8 +207,4 @@ def _mlp(section: ModelSection, name: str) -> list[ParamSpec]:
     specs = _norm(section, f"{name}.norm", *width)
     for part in ("gate", "up") if section.mlp == "gated" else ("up",):
         specs += _linear(section, f"{name}.{part}", inner, width, section.mlp_bias)
-    return specs + _linear(section, f"{name}.down", width, inner, section.mlp_bias, _shrink(section))
-
-
-def _shrink(section: ModelSection) -> float:
-    return 1 / math.sqrt(2 * section.layers)
+    return specs + _row_linear(section, f"{name}.down", width, inner, section.mlp_bias)

@@ -18,6 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+Dys = tuple[Tensor | None, ...]
+"""Gradients of a tapped module's outputs."""
+
 
 class GradSink(Protocol):
     """Where weight gradients go: each call *adds* to the gradient of `param` (the data axis owns the buffer)."""
@@ -37,8 +40,8 @@ class Tapped(Protocol):
 
     tape: Tape | None
 
-    def write_weight_grads(self, saved: tuple[Tensor, ...], dy: Tensor, sink: GradSink) -> None:
-        """W: weight gradients from what the forward saved and the output's gradient dy."""
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
+        """W: weight gradients from what the forward saved and the gradients of the outputs (None: not used)."""
 
 
 class Tape:
@@ -52,27 +55,29 @@ class Tape:
     def __init__(self, sink: GradSink | None = None) -> None:
         self.sink = sink
         self.anchor: Tensor | None = None if sink is None else torch.zeros((), requires_grad=True)
-        self.taps: list[tuple[Tapped, tuple[Tensor, ...], Tensor]] = []
+        self.taps: list[tuple[Tapped, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def link(
-        self, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, shape: torch.Size | None = None
-    ) -> Tensor | None:
-        """What ties `module` into the graph: the anchor, or a probe recorded with what W needs (`saved`)."""
-        return self.anchor if self.sink is not None else self.tap(module, saved, like, shape)
+    def links(self, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, *shapes: torch.Size) -> tuple[Tensor, ...]:
+        """What ties `module` into the graph: the anchor, or a probe for each output, recorded with what W needs.
 
-    def tap(self, module: Tapped, saved: tuple[Tensor, ...], like: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """Record `module`; returns the probe, of `shape` (or `like`'s) and of `like`'s dtype and device."""
+        `saved`: kept, detached; `like` gives the probes' dtype and device, `shapes` are those of the outputs.
+        """
+        if self.anchor is not None:
+            return (self.anchor,)
+        probes = tuple(self._probe(like, shape) for shape in shapes)
+        self.taps.append((module, tuple(tensor.detach() for tensor in saved), probes))
+        return probes
+
+    def _probe(self, like: Tensor, shape: torch.Size) -> Tensor:
         key = like.dtype, like.device
         if key not in self._zeros:  # one element serves every probe of its kind: a fill each cost 4 µs
             self._zeros[key] = torch.zeros((), dtype=like.dtype, device=like.device)
-        probe = self._zeros[key].expand(like.shape if shape is None else shape).requires_grad_()
-        self.taps.append((module, tuple(tensor.detach() for tensor in saved), probe))
-        return probe
+        return self._zeros[key].expand(shape).requires_grad_()
 
     def probes(self) -> list[Tensor]:
         """The leaves whose gradients are the dys that W needs."""
-        return [probe for _, _, probe in self.taps]
+        return [probe for _, _, probes in self.taps for probe in probes]
 
     def leaves(self) -> list[Tensor]:
         """The leaves I must ask for beside the unit's input: probes, or the anchor."""
@@ -85,11 +90,13 @@ def write_weight_grads(tape: Tape, dys: list[Tensor | None], sink: GradSink) -> 
     `dys` are the probes' gradients in the tape's order; None (the output was not used) adds nothing. Both lists are
     emptied on the way, so that what a tap kept is freed as soon as it is used.
     """
-    assert len(dys) == len(tape.taps)
+    assert len(dys) == len(tape.probes())
     with torch.no_grad():
-        while dys:
-            module, saved, _ = tape.taps.pop()
-            dy = dys.pop()
-            if dy is not None:
-                module.write_weight_grads(saved, dy, sink)
-            del saved, dy
+        while tape.taps:
+            module, saved, probes = tape.taps.pop()
+            first = len(dys) - len(probes)
+            own = tuple(dys[first:])
+            del dys[first:]
+            if any(dy is not None for dy in own):
+                module.write_weight_grads(saved, own, sink)
+            del saved, own

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heptad.axes.data.buckets import BucketSpec, Slot, ranges_of
-from heptad.axes.data.shard import Shard
+from heptad.axes.data.shard import Holders, Shard
 from heptad.mesh import collectives
 from heptad.mesh.collectives import Group, Work
 from heptad.precision.policy import Policy
@@ -179,18 +179,17 @@ class Bucket:
         if self.spec.trainable and self.place.free_grads:
             self.grad_shard.untyped_storage().resize_(0)
 
-    def shards(self) -> list[Shard]:
+    def shards(self, holders: Holders) -> list[Shard]:
         """This rank's flat range of every parameter of the bucket."""
-        group = self.place.shard_group if self.place.sharded else None
-        return [self._shard(slot, group) for slot in self.spec.slots]
+        return [self._shard(slot, holders) for slot in self.spec.slots]
 
-    def _shard(self, slot: Slot, group: Group | None) -> Shard:
+    def _shard(self, slot: Slot, holders: Holders) -> Shard:
         ranges = ranges_of(self.spec, slot, self.place.shard_group.size)
-        start, stop = ranges[self.place.shard_group.index]
+        at = self.place.shard_group.index
+        start, stop = ranges[at]
         here = slice(slot.offset + start - self.first, slot.offset + stop - self.first) if stop > start else slice(0, 0)
         grad = self.grad_shard[here] if self.spec.trainable else None
-        ranges = () if group is None else ranges_of(self.spec, slot, group.size)
-        return Shard(slot.spec, start, stop, self.master.data[here], grad, group, ranges)
+        return holders.shard(slot.spec.name, ranges, at, self.master.data[here], grad)
 
 
 def _allocate(tensor: Tensor) -> None:

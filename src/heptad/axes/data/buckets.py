@@ -8,10 +8,11 @@ every prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from heptad.models.cut import Cut, Summed
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.schedule.action import UnitUse
 from heptad.units import MB
@@ -98,3 +99,29 @@ def ranges_of(bucket: BucketSpec, slot: Slot, num_shards: int) -> tuple[tuple[in
     length = bucket.numel // num_shards
     cuts = [min(max(rank * length - slot.offset, 0), slot.spec.numel) for rank in range(num_shards + 1)]
     return tuple(pairwise(cuts))
+
+
+def tiles_of(ranges: Sequence[tuple[int, int]], held: Sequence[Cut]) -> tuple[tuple[int, int], ...]:
+    """Of one parameter: the flat range of the whole tensor that each rank owns, data shards outermost.
+
+    ranges: how the data axis cuts the local tensor; held: what each tensor rank holds. A rank that is no owner has an
+    empty range: the others tile the tensor.
+    """
+    return tuple(whole_range(cut, start, stop if cut.owner else start) for start, stop in ranges for cut in held)
+
+
+def whole_range(cut: Cut, start: int, stop: int) -> tuple[int, int]:
+    """A range of the local tensor as one of the whole tensor, without the local one's padding."""
+    real = cut.stop - cut.start
+    return cut.start + min(start, real), cut.start + min(stop, real)
+
+
+def part_width(buckets: Sequence[BucketSpec], cuts: Mapping[str, Cut], num_shards: int, kind: Summed) -> int:
+    """Elements one rank gives to the sum of kind `kind`: the most that any data shard has, so that all give as many."""
+    totals = [0] * num_shards
+    for bucket in buckets:
+        for slot in bucket.slots:
+            if slot.spec.trainable and cuts[slot.spec.name].summed == kind:
+                for shard, (start, stop) in enumerate(ranges_of(bucket, slot, num_shards)):
+                    totals[shard] += stop - start
+    return max(totals)

@@ -7,10 +7,11 @@ ZeRO §5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from heptad.axes.data.buckets import BucketSpec
+from heptad.axes.data.buckets import BucketSpec, part_width
 from heptad.mesh.layout import Layout
+from heptad.models.cut import Cut, Summed
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.schedule.action import Segments, UnitUse, backward_order
 from heptad.trace import Transfer
@@ -119,6 +120,20 @@ def _stretches(reads: Iterable[bool]) -> int:
     for now in reads:
         count, before = count + (now and not before), now
     return count
+
+
+def parts_traffic(
+    buckets: Sequence[BucketSpec], cuts: Mapping[str, Cut], num_shards: int, tp: int, reduce_bytes: int
+) -> list[Transfer]:
+    """Once a step: gradients that are only a part on each tensor rank, one all-reduce a group of ranks."""
+    copies = max((cut.copies for cut in cuts.values() if cut.summed == "copies"), default=1)
+    kinds: tuple[tuple[Summed, int], ...] = (("tensor", tp), ("copies", copies))
+    widths = [(part_width(buckets, cuts, num_shards, kind), ranks) for kind, ranks in kinds]
+    return [
+        Transfer("all_reduce", "tp", "shared", sent_bytes("all_reduce", width * reduce_bytes, ranks))
+        for width, ranks in widths
+        if width and ranks > 1
+    ]
 
 
 def memory(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from heptad.axes.data.bucket import Bucket, Placement
-from heptad.axes.data.buckets import plan_buckets, unit_uses
+from heptad.axes.data.buckets import part_width, plan_buckets, unit_uses
+from heptad.axes.data.shard import Holders, sum_parts
 from heptad.mesh.collectives import Group
 from heptad.models.build import Model
 from heptad.models.init import fill
@@ -24,6 +25,8 @@ from heptad.schedule.action import Action, Kind
 
 class DataEngine:
     """Owns every parameter of `model` on this rank: makes the buffers, fills them with keyed initial values.
+
+    Parameters are cut by the tensor axis first (`holders`), and what is left of each by this one.
 
     uses_taps: weight gradients come through the sink (False: autograd writes `.grad`, see `fsdp2.py`).
     library_communicates: collectives do not pass `mesh/collectives.py`, so the ledger needs `LibraryLedger`.
@@ -38,20 +41,31 @@ class DataEngine:
         zero: int,
         shard_group: Group,
         replica_group: Group,
+        holders: Holders,
         policy: Policy,
         device: torch.device,
         bucket_mb: float,
         seed: int,
     ) -> None:
         place = Placement(shard_group, replica_group, free_params=zero == 3, free_grads=zero >= 2, sharded=zero > 0)
-        planned = plan_buckets(model.unit_specs, model.specs, shard_group.size, bucket_mb, policy.reduce.itemsize)
+        local = [holders.own(spec.name).local for spec in model.specs]
+        planned = plan_buckets(model.unit_specs, local, shard_group.size, bucket_mb, policy.reduce.itemsize)
         self.policy, self.place, self.seed = policy, place, seed
         self.uses = unit_uses(model.unit_specs, planned)
         self.buckets = [Bucket(spec, place, policy, device) for spec in planned]
         self._home = {name: bucket for bucket in self.buckets for name in bucket.params}
         model.bind({name: bucket.params[name] for name, bucket in self._home.items()})
         self._names = {param: name for name, param in model.params.items()}
-        self.shards = [shard for bucket in self.buckets for shard in bucket.shards()]
+        self.shards = [shard for bucket in self.buckets for shard in bucket.shards(holders)]
+        self._parts = [
+            (
+                [shard for shard in self.shards if shard.sum_group is group and shard.spec.trainable],
+                group,
+                part_width(planned, holders.cuts[holders.index], shard_group.size, kind),
+            )
+            for kind, group in holders.sums.items()
+        ]
+        self._summed = False
         self._acts: dict[Kind, Callable[[Bucket, str], None]] = {
             Kind.GATHER: Bucket.gather,
             Kind.WAIT_GATHER: lambda bucket, _: bucket.wait_gather(),
@@ -80,11 +94,16 @@ class DataEngine:
 
     def begin_step(self) -> None:
         """Before the first action of a step that trains."""
+        self._summed = False
         for bucket in self.buckets:
             bucket.begin_step()
 
     def finish_grads(self) -> None:
-        """After the last reduction: every `Shard.grad` holds the step's sum already."""
+        """After the last reduction: what is still a part is summed over tensor ranks. A second call changes nothing."""
+        if not self._summed:
+            for members, group, width in self._parts:
+                sum_parts(members, group, width)
+            self._summed = True
 
     def refresh(self) -> None:
         """After the masters changed (update, load)."""

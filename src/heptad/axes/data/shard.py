@@ -1,13 +1,16 @@
-"""A rank's share of one parameter: what optimizer, gradient norm, verify and checkpoints see of the data axis."""
+"""A rank's share of one parameter: what optimizer, gradient norm, verify and checkpoints see of all axes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from heptad.mesh.collectives import Group
+from heptad.axes.data.buckets import tiles_of, whole_range
+from heptad.mesh.collectives import Group, all_reduce
 from heptad.mesh.piece import Piece
+from heptad.models.cut import Cut, Summed
 from heptad.models.spec import ParamSpec
 
 
@@ -15,10 +18,13 @@ from heptad.models.spec import ParamSpec
 class Shard:
     """The flat range [start, stop) of parameter `spec`; empty ranges are legal.
 
-    master: 1-D, fp32 or fp64, updated in place by the optimizer (for a frozen parameter: what is stored).
+    Indices are those of the whole tensor, whatever the tensor axis cut of it. master: 1-D, fp32 or fp64, updated in
+    place by the optimizer (for a frozen parameter: what is stored).
     grad: 1-D, reduce dtype, the sum over the whole global batch, valid at the update; None for a frozen parameter.
     group: the ranks that together hold the parameter; None when each rank holds all of it.
-    ranges: [start, stop) on every rank of `group` (`buckets.ranges_of`): what a whole-matrix update gathers.
+    ranges: [start, stop) on every rank of `group`, empty for one that is no owner: they tile the tensor.
+    owner: of the ranks of `group` that hold the same range, one is; it counts in the norm and takes part in gathers.
+    sum_group: ranks over whose gradients the sum still runs after the data axis's reduction.
     """
 
     spec: ParamSpec
@@ -28,6 +34,8 @@ class Shard:
     grad: Tensor | None
     group: Group | None
     ranges: tuple[tuple[int, int], ...] = ()
+    owner: bool = True
+    sum_group: Group | None = None
 
     def gradient(self) -> Tensor:
         """The gradient of a trainable parameter."""
@@ -37,3 +45,52 @@ class Shard:
     def piece(self, tensor: Tensor, prefix: str = "") -> Piece:
         """`tensor` (of this shard's range) as a piece named after the parameter."""
         return Piece(prefix + self.spec.name, self.spec.shape, self.start, self.stop, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The ranks that together hold one whole model, and how.
+
+    group: data shards × tensor ranks, the latter innermost. cuts: for each tensor rank, by parameter's name, what it
+    holds of it before the data axis cuts; index: this rank's place among them. sums: groups of gradients that are
+    only a part (`models/cut.py`).
+    """
+
+    group: Group
+    cuts: Sequence[Mapping[str, Cut]]
+    index: int
+    sums: Mapping[Summed, Group]
+
+    def own(self, name: str) -> Cut:
+        """What this tensor rank holds of parameter `name`."""
+        return self.cuts[self.index][name]
+
+    def shard(
+        self, name: str, ranges: Sequence[tuple[int, int]], at: int, master: Tensor, grad: Tensor | None
+    ) -> Shard:
+        """Data shard `at` of a parameter whose local tensor the data axis cuts into `ranges`.
+
+        master, grad: of the whole range `ranges[at]`; what is padding of the local tensor is left out here.
+        """
+        own = self.own(name)
+        start, stop = whole_range(own, *ranges[at])
+        real = slice(0, stop - start)
+        grad = None if grad is None else grad[real]
+        group = self.group if self.group.size > 1 else None
+        tiles = () if group is None else tiles_of(ranges, [cuts[name] for cuts in self.cuts])
+        sum_group = self.sums.get(own.summed)
+        return Shard(own.spec, start, stop, master[real], grad, group, tiles, own.owner, sum_group)
+
+
+def sum_parts(shards: Sequence[Shard], group: Group, width: int) -> None:
+    """Sum the gradients of `shards` over `group` in one all-reduce of `width` elements, the last of them padding."""
+    if not shards:
+        return
+    grads = [shard.gradient() for shard in shards]
+    packed = grads[0].new_zeros(width)
+    parts = packed[: sum(grad.numel() for grad in grads)].split([grad.numel() for grad in grads])
+    for part, grad in zip(parts, grads, strict=True):
+        part.copy_(grad)
+    all_reduce(packed, group, "shared").wait()
+    for part, grad in zip(parts, grads, strict=True):
+        grad.copy_(part)

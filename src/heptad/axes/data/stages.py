@@ -17,8 +17,13 @@ def replica_axes(zero: int) -> tuple[str, ...]:
     return ("dp_replicate", "dp_shard", "cp") if zero == 0 else ("dp_replicate",)
 
 
-LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
-"""Axes over which tokens, losses and finite checks are summed."""
+def holder_axes(zero: int) -> tuple[str, ...]:
+    """Axes whose ranks together hold one whole model."""
+    return (*shard_axes(zero), "tp")
+
+
+LOSS_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Axes over which losses and finite checks are summed; tensor ranks read the same tokens, so one of them counts."""
 
 
 def data_rule(section: LayoutSection) -> DataRule:
