@@ -202,6 +202,7 @@ def test_recomputed_blocks_have_a_backward_above_frozen_ones(
         (["train.micro_batch=2", "train.loss_chunk=10"], 8),
         (["model.vocab=128256", "train.micro_batch=8"], 8),
         (["model.vocab=128256", "train.micro_batch=8", "layout.tp=8"], "auto"),
+        (["model.vocab=128256", "train.micro_batch=8", "layout.engine=fsdp2"], "auto"),
     ],
 )
 def test_several_chunks_of_the_loss_stay_several(sets: list[str], chunk: int | str) -> None:

@@ -186,6 +186,8 @@ def _block_bytes(model: ModelSection, precision: PrecisionSection) -> int:
 def _loss_chunk(job: Job, tokens: int) -> int | Literal["auto"]:
     """Chunks of the loss of a micro-batch that now has `tokens` tokens: several, where there were several."""
     setting, before = job.train.loss_chunk, job.train.micro_batch * job.data.seq_len
+    if job.layout.engine == "fsdp2":  # all logits at once
+        return setting
     itemsize = BYTES_PER_ELEMENT["fp64" if job.precision.params == "fp64" else "fp32"]
     chunk = chunk_tokens(setting, before, -(-job.model.vocab // job.layout.tp), itemsize)
     if chunk == before:
