@@ -1,9 +1,9 @@
 """What the optimizer keeps and what Muon sends, from the cut alone. No torch.
 
 The norm sends one number. AdamW and SGD send nothing. Muon needs whole matrices: a matrix cut over several ranks is
-assembled by an all-gather; one that lies on one rank is not sent. Gathers take matrices in order, up to `ROUND_NUMEL`
-elements a round, each rank's part padded to the widest: a round of width w over N ranks sends (N-1)·w elements of the
-master's dtype from every rank. `muon.py` runs the same rounds, so predicted == counted.
+assembled by an all-gather; one that lies on one rank is not sent; of copies, the owner's is sent. Gathers take matrices
+in order, up to `ROUND_NUMEL` elements a round, each rank's part padded to the widest: a round of width w over N ranks
+sends (N-1)·w elements of the master's dtype from every rank. `muon.py` runs the same rounds, so predicted == counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUND_NUMEL = 1 << 24
 """Elements of whole matrices assembled at once: bounds the buffer (64 MB in fp32) and fills the messages."""
 
 Ranges = Sequence[tuple[int, int]]
-"""Flat range [start, stop) of one parameter on each rank of its group, in rank order."""
+"""Flat range [start, stop) of one parameter that each rank of its group owns, in rank order; together they tile it."""
 
 
 @dataclass(frozen=True, slots=True)

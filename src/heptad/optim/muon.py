@@ -1,11 +1,13 @@
 """Muon: momentum, then the nearest (semi-)orthogonal matrix as the update. Whole matrices under every stage.
 
 Momentum is kept as flat shards and costs half of AdamW's state. The update of a matrix needs all of it, so a matrix
-that is cut over ranks is assembled by the all-gathers of `cost.py` (phase "update"), the next round's under way while
-this one's matrices are orthogonalised; each rank works only on matrices it holds a part of and keeps its part of the
-result. Arithmetic is in the master's dtype, fp32 or fp64, so the update is the single process's bit for bit. Source:
-Keller Jordan et al., https://kellerjordan.github.io/posts/muon/ (coefficients, Nesterov, 5 iterations, scale max(1,
-rows/columns)^½; torch.optim.Muon's "original"). Decay is decoupled: w ← (1 - lr·decay)·w - lr·scale·O.
+that is cut over ranks, whichever axes cut it, is assembled by the all-gathers of `cost.py` (phase "update"), the next
+round's under way while this one's matrices are orthogonalised; each rank works only on matrices it holds a part of and
+keeps its part of the result. A part that several ranks hold is sent by its owner and updated by all of them, from the
+same bits. A matrix that is stored input first is updated as its transpose. Arithmetic is in the master's dtype, fp32 or
+fp64, so the update is the single process's bit for bit. Source: Keller Jordan et al.,
+https://kellerjordan.github.io/posts/muon/ (coefficients, Nesterov, 5 iterations, scale max(1, rows/columns)^½;
+torch.optim.Muon's "original"). Decay is decoupled: w ← (1 - lr·decay)·w - lr·scale·O.
 """
 
 from __future__ import annotations
@@ -88,9 +90,10 @@ class Muon:
         packed = self.shards[item.members[0]].master.new_zeros(item.width)
         filled = 0
         for at in item.members:
-            part = self._direction(at)
-            packed[filled : filled + part.numel()] = part
-            filled += part.numel()
+            part = self._direction(at)  # on every holder: replicas keep the same momentum
+            if self.shards[at].owner:
+                packed[filled : filled + part.numel()] = part
+                filled += part.numel()
         full = packed.new_empty(group.size * item.width)
         return all_gather(full, packed, group, "update"), full
 
@@ -99,17 +102,24 @@ class Muon:
         packed = full.view(-1, item.width)
         filled = [0] * packed.shape[0]
         for at in item.members:
-            parts = []
+            parts = {}
             for rank, (start, stop) in enumerate(self.shards[at].ranges):
-                parts.append(packed[rank, filled[rank] : filled[rank] + stop - start])
-                filled[rank] += stop - start
-            if self.shards[at].start < self.shards[at].stop:
-                self._apply(at, torch.cat(parts), lr)
+                if start < stop:
+                    parts[start] = packed[rank, filled[rank] : filled[rank] + stop - start]
+                    filled[rank] += stop - start
+            if self.shards[at].start < self.shards[at].stop:  # ranks of two axes do not lie in the tensor's order
+                self._apply(at, torch.cat([parts[start] for start in sorted(parts)]), lr)
 
     def _apply(self, at: int, direction: Tensor, lr: float) -> None:
         """`direction` is the whole flattened matrix; the local part of its orthogonal form moves the master."""
         shard = self.shards[at]
-        rows, columns = shard.spec.shape
-        update = orthogonalise(direction.view(rows, columns)).reshape(-1)[shard.start : shard.stop]
+        matrix = direction.view(shard.spec.shape)
+        if shard.spec.input_first:
+            rows, columns = matrix.T.shape
+            whole = orthogonalise(matrix.T.contiguous()).T  # the bits of one that is stored (out, in)
+        else:
+            rows, columns = matrix.shape
+            whole = orthogonalise(matrix)
+        update = whole.reshape(-1)[shard.start : shard.stop]
         shard.master.mul_(1 - lr * self.weight_decay)
         shard.master.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)

@@ -2,8 +2,9 @@
 
 Each rank takes the norm of what it holds, sums over the ranks between which a parameter is split (one all-reduce of
 one fp64 number for each distinct group, phase "norm"), and adds the groups. A parameter that is whole on every rank is
-added once and never reduced, so replication never inflates the norm; a tied one has one shard. Sums of squares run in
-the gradient's dtype over at most `CHUNK` elements on CPU (whose kernel adds naively: 2e-4 off over 20 M elements in
+added once and never reduced; what several ranks of a group hold (each tensor rank a norm's weight, two a kv head) is
+added by its owner. So replication never inflates the norm; a tied parameter has one shard. Sums of squares run in the
+gradient's dtype over at most `CHUNK` elements on CPU (whose kernel adds naively: 2e-4 off over 20 M elements in
 fp32, 1.4e-9 with chunks, at no cost) and in fp64 from there. Nothing is read on the host: the caller decides through
 `mesh/host.py`. Read next: `train/step.py`.
 """
@@ -28,7 +29,12 @@ CHUNK = 1 << 15
 def total_norm(shards: Sequence[Shard], p: float = 2.0) -> Tensor:
     """p-norm of the whole gradient held as `shards` (p = 2 or inf): a 0-d fp64 tensor, equal on all ranks."""
     trainable = [shard for shard in shards if shard.spec.trainable]
-    return _norm([(shard.gradient(), () if shard.group is None else (shard.group,)) for shard in trainable], p)
+    return _norm([(_counted(shard), () if shard.group is None else (shard.group,)) for shard in trainable], p)
+
+
+def _counted(shard: Shard) -> Tensor:
+    """The gradient on its owner, none of it elsewhere: all ranks of a group take part in its all-reduce."""
+    return shard.gradient() if shard.owner else shard.gradient()[:0]
 
 
 def grad_norm(
