@@ -3,7 +3,9 @@
 A step: count the targets of the whole global batch (one integer all-reduce under the first forward); run the
 program, whose last unit's output is scaled by one over that count, so gradients are only ever summed; the loss is
 summed over ranks under the backward; then, in U: the gradient norm of the whole model, one decision that all ranks
-share (finite or not), clipping, the optimizer. Read next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
+share (finite or not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of
+them counts, the others add exact zeros to the same sums. Read next: `schedule/executor.py`, `optim/build.py`,
+`loop.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from heptad.config.schema import Job
 from heptad.mesh.collectives import Group, Work, all_reduce
 from heptad.mesh.host import host_value
 from heptad.mesh.ledger import LibraryLedger
+from heptad.mesh.piece import Piece
 from heptad.models.batch import Batch
 from heptad.models.build import Model
 from heptad.optim.build import build_optimizer
@@ -41,8 +44,8 @@ class StepResult:
 
     loss: mean over the global batch's targets (0 without targets). grad_norm: before clipping. clip_factor: what
     gradients were scaled by. skipped: no update was made: no target, or not finite (`bad_rank`: the first rank whose
-    own loss was not). num_tokens counts each position of the global batch once, num_targets those with a label. stop:
-    some rank asked.
+    own loss was not; of tensor ranks, which share a loss, the first). num_tokens counts each position of the global
+    batch once, num_targets those with a label. stop: some rank asked.
     """
 
     step: int
@@ -58,17 +61,21 @@ class StepResult:
 
 
 class LossSum:
-    """Sum of the step's losses and of the wishes to stop over all ranks, hidden under the backward where it can be."""
+    """Sum of the step's losses and of the wishes to stop over all ranks, hidden under the backward where it can be.
 
-    def __init__(self, group: Group, stop: bool) -> None:
-        self.group, self.stop = group, stop
+    counts: whether this rank's loss is part of the sum; its wish to stop always is.
+    """
+
+    def __init__(self, group: Group, stop: bool, counts: bool = True) -> None:
+        self.group, self.stop, self.counts = group, stop, counts
         self._work: Work | None = None
 
     def start(self, losses: list[Tensor]) -> None:
         """After the last forward; a second call changes nothing."""
         if self._work is None:
             self.local = torch.stack(losses).double().sum()
-            self._figures = torch.stack([self.local, torch.full_like(self.local, float(self.stop))])
+            counted = self.local if self.counts else torch.zeros_like(self.local)
+            self._figures = torch.stack([counted, torch.full_like(self.local, float(self.stop))])
             self._work = all_reduce(self._figures, self.group, "loss")
 
     def wait(self) -> tuple[float, bool]:
@@ -87,6 +94,7 @@ class Trainer:
         self.job, self.rank, self.device = job, rank, device
         self.engine, self.mesh = self.parallel.engine, self.parallel.mesh
         self.loss_group = self.mesh.group(*LOSS_AXES)
+        self.counts = self.mesh.layout.coords(rank)["tp"] == 0
         self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
         self.program = self.parallel.program(microbatches_of(job))
         self.result: StepResult | None = None
@@ -108,7 +116,7 @@ class Trainer:
         self._mode(training=True)
         num_targets = self.count_targets(batches)
         self.engine.begin_step()
-        loss = LossSum(self.loss_group, stop)
+        loss = LossSum(self.loss_group, stop, self.counts)
 
         def update(losses: list[Tensor]) -> None:
             loss.start(losses)
@@ -120,8 +128,12 @@ class Trainer:
             run = self.parallel.executor.run
             run(self.program, batches, lambda: 1.0 / max(num_targets(), 1), update, record, outputs_ready=early)
         assert self.result is not None
-        num_tokens = sum(batch.ids.numel() for batch in batches) * self.loss_group.size
+        num_tokens = sum(batch.ids.numel() for batch in batches) * self.mesh.layout.data_ranks
         return replace(self.result, num_tokens=num_tokens)
+
+    def pieces(self) -> list[Piece]:
+        """All that an update changes: this rank's weights (under the parameter's name) and optimizer state."""
+        return [shard.piece(shard.master) for shard in self.engine.shards] + self.optimizer.pieces()
 
     def _library_ledger(self) -> AbstractContextManager[object]:
         """For an engine whose collectives do not pass `mesh/collectives.py`; Heptad's own count themselves."""
@@ -145,6 +157,7 @@ class Trainer:
         The first forward hides it; the first backward asks.
         """
         count = torch.stack([(batch.labels >= 0).sum() for batch in batches]).sum()
+        count = count if self.counts else torch.zeros_like(count)
         work = all_reduce(count, self.loss_group, "count")
 
         def wait() -> int:
@@ -190,7 +203,8 @@ class Trainer:
             for batch in batches:
                 batch = batch.to(self.device)
                 loss = self.parallel.executor.run(self.parallel.program(1, train=False), [batch])[0]
-                sums += torch.stack([loss.double(), (batch.labels >= 0).sum().double()])
+                if self.counts:
+                    sums += torch.stack([loss.double(), (batch.labels >= 0).sum().double()])
         all_reduce(sums, self.loss_group, "evaluate").wait()
         total, count = (host_value(value, expected=1.0) for value in sums)
         return total / max(count, 1.0)
