@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from tests.tiny import tiny_job
 
+from heptad.checkpoint.find import latest
 from heptad.config.schema import Job
 from heptad.launch.forked import RankFailed, forked
+from heptad.loader.loader import Loader
+from heptad.loader.synthetic import synthetic
 from heptad.train.agreement import fingerprint, require_same, require_same_program, require_same_replicas
+from heptad.train.runfolder import open_folder
+from heptad.train.state import Counts, save_state
 from heptad.train.step import Trainer
 
 
-def start(rank: int, job: Job, perturbed: int) -> None:
+def start(rank: int, job: Job, perturbed: int, name: str = "") -> None:
+    """The last bit of `name` (a piece; by default the last weight) changes on one rank."""
     trainer = Trainer(job, rank, torch.device("cpu"))
     if rank == perturbed:
-        trainer.engine.shards[-1].master[-1] += 1e-3
+        pieces = {piece.name: piece for piece in trainer.pieces()}
+        piece = pieces[name or trainer.engine.shards[-1].spec.name]
+        piece.tensor[-1:].view(torch.int64).bitwise_xor_(1)
     require_same_replicas(trainer)
 
 
@@ -23,8 +34,57 @@ def start(rank: int, job: Job, perturbed: int) -> None:
 def test_c_024_a_perturbed_replica_fails_loudly(layout: dict[str, int]) -> None:
     job = tiny_job(**layout)
     forked(4, start, job, -1)
-    with pytest.raises(RankFailed, match="replicas' weights differ between ranks"):
+    with pytest.raises(RankFailed, match=r"replicas of head\.out\.weight differ between rank 0 and others"):
         forked(4, start, job, 2)
+
+
+# All tensor ranks hold the norms and, 4 of them, two each kv head. Data axes are outermost: rank 3 of 2 × 2 is (1, 1).
+TENSOR = [
+    (4, dict(tp=4, zero=0), 2, "head.norm.weight", 0),
+    (4, dict(tp=4, zero=0), 3, "blocks.1.attention.k.weight", 2),
+    (4, dict(tp=2, dp_shard=2, zero=3), 3, "blocks.0.mlp.norm.weight", 2),
+    (4, dict(tp=2, dp_replicate=2, zero=1), 3, "blocks.0.mlp.up.weight", 1),
+    (8, dict(tp=4, dp_shard=2, zero=2), 1, "blocks.2.attention.v.weight", 0),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "perturbed", "name", "first"), TENSOR)
+def test_c_036_a_parted_copy_on_a_tensor_rank_is_named_on_every_rank(
+    ranks: int, layout: dict[str, int], perturbed: int, name: str, first: int
+) -> None:
+    job = tiny_job(**layout)
+    forked(ranks, start, job, -1)
+    with pytest.raises(RankFailed, match=rf"replicas of {name} differ between rank {first} and others"):
+        forked(ranks, start, job, perturbed, name)
+
+
+def test_c_036_optimizer_state_of_copies_is_compared_too() -> None:
+    job = tiny_job(tp=2, zero=0)
+    adamw = job.optimizer.model_copy(update={"name": "adamw"})
+    job = job.model_copy(update={"optimizer": adamw})
+    with pytest.raises(RankFailed, match=r"replicas of exp_avg_sq/head\.norm\.weight differ between rank 0"):
+        forked(2, start, job, 1, "exp_avg_sq/head.norm.weight")
+
+
+def save(rank: int, job: Job, perturbed: bool) -> None:
+    device = torch.device("cpu")
+    trainer, loader = Trainer(job, rank, device), Loader(job, 0, 1, synthetic(job))
+    folder = open_folder(job, trainer.loss_group, device)
+    if perturbed and rank == 1:
+        next(piece for piece in trainer.pieces() if piece.name == "head.norm.weight").tensor[0] += 1e-3
+    save_state(trainer, loader, folder, Counts(1), trainer.loss_group)
+
+
+def test_c_036_a_checkpoint_of_parted_replicas_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    job = tiny_job(tp=2, zero=0, dp_shard=1)
+    job = job.model_copy(update={"log": job.log.model_copy(update={"dir": str(tmp_path), "name": "run"})})
+    forked(2, save, job, False)
+    kept = latest(tmp_path / "run" / "checkpoints")
+    assert kept is not None and kept.step == 1
+    shutil.rmtree(kept.path)
+    with pytest.raises(RankFailed, match=r"Disagreement: replicas of head\.norm\.weight differ"):
+        forked(2, save, job, True)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def compare(rank: int, digests: list[int]) -> None:

@@ -1,19 +1,23 @@
-"""What must be equal on ranks is compared once, at the start: the tokens behind the loaders, the replicas' weights,
-the step's program.
+"""What must be equal on ranks is compared: the tokens behind the loaders, the step's program, the replicas' values.
 
-Replicas that start apart train apart and nobody notices: nothing averages weights (C-024); a node that tokenised other
-files reads other samples (C-131). Two all-reduces of one int64 for each of them, phase "check". Read next: `loop.py`.
+Replicas that part train apart and nobody notices: nothing averages weights (C-024), and a tensor rank that lacks a
+part of a norm's gradient moves only its own copy (C-036); a node that tokenised other files reads other samples
+(C-131). Tokens and program are compared once, at the start; replicas then and before every checkpoint, weights and
+optimizer state. All in phase "check": two all-reduces of one int64; for replicas two all-reduces of one int64 a tensor
+over the ranks that hold the same shard, a gather of three over the tensor axis (which part, and what is there), and one
+int64 over all ranks. Where there is one copy nothing is sent and no bit is read. Read next: `loop.py`, `state.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from heptad.axes.data.stages import replica_axes
-from heptad.mesh.collectives import Group, all_reduce
+from heptad.mesh.collectives import Group, all_gather, all_reduce
 from heptad.schedule.action import format_program
 from heptad.train.step import Trainer
 
@@ -26,24 +30,74 @@ class Disagreement(RuntimeError):
 
 def require_same(what: str, digest: int, group: Group, device: torch.device, hint: str) -> None:
     """Raises Disagreement on every rank of `group` unless all have the same `digest` (below 2^63) of `what`."""
-    low, high = torch.tensor(digest, device=device), torch.tensor(digest, device=device)
-    all_reduce(low, group, "check", "min").wait()
-    all_reduce(high, group, "check", "max").wait()
-    if int(low) != int(high):
+    if _differ([digest], group, device):
         raise Disagreement(f"{what} differ between ranks {', '.join(map(str, group.ranks))}: {hint}")
 
 
 def require_same_replicas(trainer: Trainer) -> None:
-    """Every copy of a shard starts with the same bits."""
-    group = trainer.mesh.group(*replica_axes(trainer.job.layout.zero))
-    digest = 0
-    for shard in trainer.engine.shards:
-        digest = (digest * 1_000_003 + fingerprint(shard.master)) % (1 << 61)
-    require_same("replicas' weights", digest, group, trainer.device, "a copy was changed before the first step")
+    """Every copy of a part of a parameter, and of its optimizer state, has the same bits; else Disagreement on every
+    rank, naming the tensor. Collective over all ranks; at the start and between any two steps.
+
+    Copies are what the ranks of the replica axes hold, and what several tensor ranks hold of the same elements: norms,
+    biases behind a sum, kv heads that are fewer than ranks.
+    """
+    layout, device = trainer.mesh.layout, trainer.device
+    replicas, tensor = trainer.mesh.group(*replica_axes(trainer.job.layout.zero)), trainer.mesh.group("tp")
+    if layout.degree(*replica_axes(trainer.job.layout.zero), "tp") == 1:
+        return
+    pieces = trainer.pieces()
+    prints = [fingerprint(piece.tensor) for piece in pieces]
+    held = [(piece.start, piece.stop, value) for piece, value in zip(pieces, prints, strict=True)]
+    apart = [(at, replicas.ranks[0]) for at in _differ(prints, replicas, device)]
+    apart += [(at, tensor.ranks[index]) for at, index in _parted(_gathered(held, tensor, device))]
+    nothing = len(pieces) * layout.world
+    first = torch.tensor(min([at * layout.world + rank for at, rank in apart], default=nothing), device=device)
+    all_reduce(first, trainer.loss_group, "check", "min").wait()
+    if int(first) < nothing:
+        at, rank = divmod(int(first), layout.world)
+        raise Disagreement(
+            f"replicas of {pieces[at].name} differ between rank {rank} and others that hold the same part of it: a "
+            "copy was changed alone, by other code, by memory, or by a gradient that was not summed over all of them"
+        )
+
+
+def _differ(digests: Sequence[int], group: Group, device: torch.device) -> list[int]:
+    """Places at which the ranks of `group` have different numbers: equal on all of them."""
+    if group.size == 1 or not digests:
+        return []
+    low, high = (torch.tensor(digests, dtype=torch.int64, device=device) for _ in range(2))
+    all_reduce(low, group, "check", "min").wait()
+    all_reduce(high, group, "check", "max").wait()
+    return (low != high).nonzero().flatten().tolist()
+
+
+Held = tuple[int, int, int]
+"""Range [start, stop) of a tensor that a rank holds, and the fingerprint of what it has there."""
+
+
+def _gathered(mine: Sequence[Held], group: Group, device: torch.device) -> list[list[Held]]:
+    """Every rank's list, in rank order."""
+    own = torch.tensor(mine, dtype=torch.int64, device=device).flatten()
+    full = own.new_empty(group.size * own.numel())
+    work = all_gather(full, own, group, "check")
+    work.wait()
+    work.wait_sent()
+    return [[tuple(held) for held in rank] for rank in full.view(group.size, -1, 3).tolist()]
+
+
+def _parted(held: Sequence[Sequence[Held]]) -> list[tuple[int, int]]:
+    """(place of a tensor, the first of the ranks that hold one range of it with different bits) for each such range."""
+    found = []
+    for at, holders in enumerate(zip(*held, strict=True)):
+        by_range: dict[tuple[int, int], list[int]] = {}
+        for rank, (start, stop, _) in enumerate(holders):
+            by_range.setdefault((start, stop), []).append(rank)
+        found += [(at, same[0]) for same in by_range.values() if len({holders[rank][2] for rank in same}) > 1]
+    return found
 
 
 def require_same_program(trainer: Trainer) -> None:
-    """Every rank of the data axis runs the same program: collectives of a group in one order, or values mix (gloo)."""
+    """Every rank runs the same program: collectives of a group in one order, or values mix (gloo)."""
     digest = digest_of(format_program(trainer.program))
     require_same(
         "the step's programs", digest, trainer.loss_group, trainer.device, "start every rank with the same job"

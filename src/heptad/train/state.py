@@ -14,7 +14,7 @@ from heptad.checkpoint.read import Reader
 from heptad.checkpoint.save import save
 from heptad.loader.loader import Loader
 from heptad.mesh.collectives import Group, barrier
-from heptad.mesh.piece import Piece
+from heptad.train.agreement import require_same_replicas
 from heptad.train.runfolder import RunFolder
 from heptad.train.step import Trainer
 
@@ -31,14 +31,12 @@ class Counts:
     targets: int = 0
 
 
-def pieces_of(trainer: Trainer) -> list[Piece]:
-    """This rank's weights (masters, under the parameter's name) and optimizer state."""
-    weights = [shard.piece(shard.master) for shard in trainer.engine.shards]
-    return weights + trainer.optimizer.pieces()
-
-
 def save_state(trainer: Trainer, loader: Loader, folder: RunFolder, counts: Counts, world: Group) -> tuple[str, ...]:
-    """Write the checkpoint of `counts.step`. Collective over `world`. Returns rank 0's notes for the user."""
+    """Write the checkpoint of `counts.step`. Collective over `world`. Returns rank 0's notes for the user.
+
+    Raises Disagreement, and writes nothing, when replicas have parted: one of them would be taken for the model.
+    """
+    require_same_replicas(trainer)
     meta: dict[str, Any] = {
         "optimizer": trainer.optimizer.meta(),
         "loader": loader.state(counts.step),
@@ -48,7 +46,7 @@ def save_state(trainer: Trainer, loader: Loader, folder: RunFolder, counts: Coun
     saved = save(
         folder.checkpoints,
         counts.step,
-        pieces_of(trainer),
+        trainer.pieces(),
         meta,
         world.index,
         world.size,
@@ -61,8 +59,7 @@ def save_state(trainer: Trainer, loader: Loader, folder: RunFolder, counts: Coun
 
 def restore(trainer: Trainer, reader: Reader) -> Counts:
     """Load weights and optimizer state of any layout's checkpoint; strict about names and shapes (CheckpointError)."""
-    pieces = pieces_of(trainer)
-    reader.check({piece.name: piece.shape for piece in pieces})
+    reader.check({piece.name: piece.shape for piece in trainer.pieces()})
     reader.load([shard.piece(shard.master) for shard in trainer.engine.shards])
     trainer.optimizer.load(reader.fill, reader.meta["optimizer"])
     trainer.engine.refresh()
