@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")  # as pyproject.toml: ranks are forked
-TESTED = {"collectives.py", "custom_model.py", "data.py"}
+TESTED = {"collectives.py", "custom_model.py", "data.py", "tensor.py"}
 
 
 def _run(script: str, *arguments: str) -> str:
@@ -23,7 +23,7 @@ def _run(script: str, *arguments: str) -> str:
 def test_every_example_is_tested_and_short() -> None:
     found = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
     assert set(found) == TESTED
-    assert max(found.values()) <= 120 and found["data.py"] <= 80
+    assert max(found.values()) <= 120 and max(found["data.py"], found["tensor.py"]) <= 80
 
 
 def test_collectives_prints_formula_ledger_and_wire() -> None:
@@ -56,6 +56,20 @@ def test_data_shows_what_each_stage_holds_and_sends() -> None:
     for number, stage in enumerate(stages[1:], 1):
         assert ("all_gather dp_shard (backward)" in stage) == (number >= 3)
     assert "all_reduce dp_replicate (backward)" in stages[4]
+
+
+def test_tensor_shows_what_each_rank_holds_and_sends() -> None:
+    one, whole, cut, kept = _run("tensor.py", "--ranks", "4").strip().split("\n\n")
+    assert len({line for part in (one, whole, cut, kept) for line in re.findall(r"loss (\S+)", part)}) == 1
+    numel = [int(n.replace(",", "")) for n in re.findall(r"holds ([\d,]+) parameters", whole)]
+    assert len(numel) == 4 and max(numel) < int(re.findall(r"holds ([\d,]+)", one)[0].replace(",", "")) / 3
+    assert "sends" not in one
+    assert "all_gather" not in whole and "16 × all_reduce" not in whole
+    counts = [dict(re.findall(r"sends +(\d+) × (\w+ tp \(backward\))", part)) for part in (cut, kept)]
+    assert {value: key for key, value in counts[0].items()} == {
+        "all_gather tp (backward)": "20", "reduce_scatter tp (backward)": "10",
+    }  # fmt: skip
+    assert {value: key for key, value in counts[1].items()}["all_gather tp (backward)"] == "10"
 
 
 def test_a_custom_model_trains_on_two_ranks(tmp_path: Path) -> None:

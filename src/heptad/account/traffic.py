@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from heptad.axes.data import cost
-from heptad.axes.data.buckets import plan_buckets, ranges_of, tiles_of, unit_uses
+from heptad.axes.data.buckets import BucketSpec, plan_buckets, ranges_of, tiles_of, unit_uses
 from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
 from heptad.axes.tensor import cost as tensor
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
 from heptad.models.chunk import chunk_tokens
+from heptad.models.cut import Cut
 from heptad.models.cut import cuts as cuts_of
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.optim.cost import muon_traffic, norm_traffic
@@ -58,9 +59,7 @@ def step_traffic(
         replicas = cost.axis_sizes(layout, replica_axes(zero))
         sizes = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
         return found + cost.fsdp2_traffic(units, specs, shards, replicas, microbatches, *sizes)
-    held = cuts_of(specs, job.model, layout.degree("tp"), job.layout.sequence_parallel)
-    local = [held[0][spec.name].local for spec in specs]
-    buckets = plan_buckets(units, local, shards[1], job.layout.bucket_mb, reduce_bytes)
+    buckets, held = buckets_of(job, units, specs, device_type)
     found += tensor.traffic(units, specs, _stream(job, dtypes), microbatches, recompute)
     found += cost.parts_traffic(buckets, held[0], shards[1], layout.degree("tp"), reduce_bytes)
     found += cost.traffic(
@@ -81,6 +80,18 @@ def step_traffic(
         if slot.spec.trainable and kind_of(job.optimizer, slot.spec) == "muon"
     ]
     return found + muon_traffic(tiles, holders[0], BYTES_PER_ELEMENT[dtypes.master])
+
+
+def buckets_of(
+    job: Job, units: Sequence[UnitSpec], specs: Sequence[ParamSpec], device_type: str = "cpu"
+) -> tuple[tuple[BucketSpec, ...], tuple[dict[str, Cut], ...]]:
+    """The buckets of every rank, in local shapes, and what each tensor rank holds of each parameter."""
+    layout = Layout.of(job.layout)
+    held = cuts_of(specs, job.model, layout.degree("tp"), job.layout.sequence_parallel)
+    local = [held[0][spec.name].local for spec in specs]
+    num_shards = layout.degree(*shard_axes(job.layout.zero))
+    reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, device_type).reduce]
+    return plan_buckets(units, local, num_shards, job.layout.bucket_mb, reduce_bytes), held
 
 
 def _stream(job: Job, dtypes: Dtypes) -> tensor.Sizes:

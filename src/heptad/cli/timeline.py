@@ -43,17 +43,11 @@ def timeline(
 
 def _planned(job: Job) -> tuple[tuple[UnitUse, ...], Program]:
     """What each unit reads and writes, and the checked program of one step, without a process group."""
+    from heptad.account.traffic import buckets_of
     from heptad.axes.apply import microbatches_of, recomputed, step_program
-    from heptad.axes.data.buckets import plan_buckets, unit_uses
-    from heptad.axes.data.stages import shard_axes
-    from heptad.mesh.layout import Layout
+    from heptad.axes.data.buckets import unit_uses
     from heptad.models.build import build
-    from heptad.precision.dtypes import dtypes_of
-    from heptad.units import BYTES_PER_ELEMENT
 
     model = build(job)
-    num_shards = Layout.of(job.layout).degree(*shard_axes(job.layout.zero))
-    reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, "cpu").reduce]
-    buckets = plan_buckets(model.unit_specs, model.specs, num_shards, job.layout.bucket_mb, reduce_bytes)
-    uses = unit_uses(model.unit_specs, buckets)
+    uses = unit_uses(model.unit_specs, buckets_of(job, model.unit_specs, model.specs)[0])
     return uses, step_program(job, uses, microbatches_of(job), recomputed(job, model.unit_specs))
