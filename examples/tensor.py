@@ -55,13 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="2, 4 or 8")
     args = parser.parse_args()
-    sizes = [
-        "model.layers=2",
-        "data.seq_len=16",
-        "optimizer.schedule=constant",
-        "train.global_batch=2",
-        "layout.zero=0",
-    ]
+    sizes = ["model.layers=2", "data.seq_len=16", "optimizer.schedule=constant"]
+    sizes += ["train.global_batch=2", "layout.zero=0"]
     cut, kept = "layout.sequence_parallel=true", "layout.keep_gathered=true"
     layouts = {"one rank": (1, []), "tensor, stream whole": (args.ranks, []), "tensor, stream cut": (args.ranks, [cut])}
     layouts["tensor, stream cut, gathered inputs kept"] = (args.ranks, [cut, kept])

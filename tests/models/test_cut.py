@@ -1,4 +1,4 @@
-"""What a tensor rank holds: owners tile every parameter, kv heads are whole, padding is at the end, nothing else moves."""
+"""What a tensor rank holds: owners tile every parameter, kv heads are whole, padding is at the end."""
 
 from __future__ import annotations
 
