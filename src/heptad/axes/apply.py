@@ -26,7 +26,8 @@ from heptad.models.build import Model, build
 from heptad.models.cut import Summed, cuts
 from heptad.models.spec import UnitSpec
 from heptad.precision.policy import Policy
-from heptad.recompute.policy import segments
+from heptad.recompute.offload import Mover
+from heptad.recompute.policy import check_moves, segments
 from heptad.schedule.action import Program, Segments, UnitUse, forward_only, gradient_accumulation
 from heptad.schedule.check import check
 from heptad.schedule.executor import Executor
@@ -64,7 +65,10 @@ def step_program(
     """Generate, lower and check; raises ScheduleError if the result were wrong."""
     rule = data_rule(job.layout)
     compute = gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches)
-    program = lower(compute, uses, rule, update=train)
+    offload = job.offload.activations == "cpu"
+    program = lower(compute, uses, rule, train, recompute, offload)
+    if offload and train:
+        check_moves(program, job.layout)
     check(program, uses, rule, recompute if train else ())
     return program
 
@@ -109,5 +113,6 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
         engine = DataEngine(model, zero, shards, replicas, holders, policy, device, bucket_mb, seed)
     recompute = recomputed(job, model.unit_specs)
     backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
-    executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger)
+    mover = Mover(model, device) if job.offload.activations == "cpu" else None
+    executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger, mover)
     return Parallel(job, mesh, model, policy, engine, executor, recompute)

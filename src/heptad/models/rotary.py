@@ -83,6 +83,10 @@ class Rotary:
             self._last = (positions, wide, torch.cat([cos, cos], -1).to(wide), torch.cat([-sin, sin], -1).to(wide))
         return self._last[2], self._last[3]
 
+    def kept(self) -> tuple[Tensor, ...]:
+        """The tables held for the next block; every block's graph refers to these."""
+        return () if self._last is None else self._last[2:]
+
 
 class _Rotate(torch.autograd.Function):
     """A rotation; its backward is the rotation back, so only cos and sin are kept."""

@@ -11,11 +11,13 @@ Read next: `schedule/lower.py`, `schedule/executor.py`, `offload.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+from heptad.config.recompute import runs
+from heptad.config.schema import LayoutSection
 from heptad.errors import ConfigError
-from heptad.schedule.action import Segments
+from heptad.schedule.action import Kind, Program, Segments
 
 Mode = Literal["none", "selective", "full"]
 
@@ -25,19 +27,19 @@ def segments(mode: Mode, segment: int | Literal["sqrt"], layers: Sequence[int], 
 
     kinds: of each unit (`UnitSpec.kind`). layers: numbers of the blocks to recompute, in any order; empty: all. A
     segment never reaches over a block that is not recomputed. "sqrt": round(√(number of recomputed blocks)) a segment.
-    Raises ConfigError for options that cannot work or would do nothing.
+    Raises ConfigError for blocks or segments that the model does not have (`config/recompute.py` says so sooner where
+    the job file tells; a custom model's units are known here).
     """
-    _check_read(mode, segment, layers)
+    stretches = runs(chosen(mode, layers, kinds))
     if mode != "full":
         return ()
-    runs = _runs(chosen(mode, layers, kinds))
-    longest = max(map(len, runs))
-    size = round(math.sqrt(sum(map(len, runs)))) if segment == "sqrt" else segment
+    longest = max(map(len, stretches))
+    size = round(math.sqrt(sum(map(len, stretches)))) if segment == "sqrt" else segment
     if size > longest:
         shown = f'"sqrt" (= {size})' if segment == "sqrt" else str(size)
         rule = f"a segment is a stretch of neighbouring recomputed blocks, and the longest has {longest}"
         raise ConfigError.of("recompute.segment", segment, f"{rule}: {shown} is too many", f"segment = {longest}")
-    return tuple(run[i : i + size] for run in runs for i in range(0, len(run), size))
+    return tuple(run[i : i + size] for run in stretches for i in range(0, len(run), size))
 
 
 def chosen(mode: Mode, layers: Sequence[int], kinds: Sequence[str]) -> tuple[int, ...]:
@@ -48,13 +50,11 @@ def chosen(mode: Mode, layers: Sequence[int], kinds: Sequence[str]) -> tuple[int
     if not blocks:
         rule = "it would have no effect: the model has no unit between its first and its last"
         raise ConfigError.of("recompute.mode", mode, rule, 'mode = "none", or more units')
-    for place, layer in enumerate(layers):
+    for layer in layers:
         if not 0 <= layer < len(blocks):
             rule = f"each number is a block's, and the model has blocks 0 to {len(blocks) - 1}"
             raise ConfigError.of("recompute.layers", list(layers), rule, f"leave {layer} out")
-        if layer in layers[:place]:
-            raise ConfigError.of("recompute.layers", list(layers), f"block {layer} stands there twice", "name it once")
-    return tuple(blocks[layer] for layer in sorted(layers)) if layers else blocks
+    return tuple(blocks[layer] for layer in sorted(set(layers))) if layers else blocks
 
 
 def blocks_of(kinds: Sequence[str]) -> tuple[int, ...]:
@@ -62,22 +62,28 @@ def blocks_of(kinds: Sequence[str]) -> tuple[int, ...]:
     return tuple(unit for unit in range(1, len(kinds) - 1) if kinds[unit] in ("block", "custom"))
 
 
-def _check_read(mode: Mode, segment: int | Literal["sqrt"], layers: Sequence[int]) -> None:
-    """Options that this mode would not read."""
-    if mode != "full" and segment != 1:
-        rule = 'it would have no effect: only mode = "full" recomputes blocks in segments'
-        raise ConfigError.of("recompute.segment", segment, rule, 'remove it, or mode = "full"')
-    if mode == "none" and layers:
-        rule = 'it would have no effect: mode = "none" recomputes nothing'
-        raise ConfigError.of("recompute.layers", list(layers), rule, 'remove it, or mode = "full"')
+def check_moves(program: Program, layout: LayoutSection) -> None:
+    """ConfigError if offload cannot work, or moves nothing of a unit above the first (which keeps tokens)."""
+    if layout.engine == "fsdp2":
+        rule = "fsdp2 lets autograd save gathered weights and frees them in its own hooks: they cannot be told apart"
+        raise ConfigError.of("offload.activations", "cpu", rule, 'layout.engine = "heptad"')
+    if not any(action.kind is Kind.OUT and action.index > 0 for action in program):
+        rule = f"it would have no effect: with prefetch = {layout.prefetch} every unit is read before it would be away"
+        raise ConfigError.of("offload.activations", "cpu", rule, 'activations = "none", a lower prefetch, more layers')
 
 
-def _runs(units: Sequence[int]) -> list[tuple[int, ...]]:
-    """Stretches of neighbouring units."""
-    runs: list[tuple[int, ...]] = []
-    for unit in units:
-        if runs and runs[-1][-1] == unit - 1:
-            runs[-1] = (*runs[-1], unit)
-        else:
-            runs.append((unit,))
-    return runs
+def moved_bytes(program: Program, kept_bytes: Callable[[int, Kind], int]) -> int:
+    """Bytes that leave the device in a step (as many come back).
+
+    kept_bytes: of (unit, kind), what the unit keeps for its backward once F (FORWARD) or C (RECOMPUTE) has run: the
+    bytes its graph saved, or those of the input from which its segment is recomputed.
+    """
+    last: dict[tuple[int, int], Kind] = {}
+    total = 0
+    for action in program:
+        key = action.index, action.microbatch
+        if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            last[key] = action.kind
+        elif action.kind is Kind.OUT:
+            total += kept_bytes(action.index, last[key])
+    return total

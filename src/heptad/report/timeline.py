@@ -30,6 +30,8 @@ KINDS: dict[str, tuple[str, Paint]] = {
     "R": ("reduce", Paint("#cf5f52", "#d2665a")),
     "A": ("all-reduce over replicas", Paint("#b8477d", "#c4548a")),
     "S": ("send, receive", Paint("#e3c04b", "#b8962b")),
+    "O": ("to the host's memory", Paint("#5fb0ae", "#3f8f8d")),
+    "P": ("back from the host", Paint("#8fcfc4", "#2f7f74")),
     "D": ("drop", Paint("#a9b1ba", "#6e7681")),
     "other": ("other", Paint("#8c959f", "#7d8590")),
 }

@@ -2,16 +2,27 @@
 
 Proven: each compute action once and after what it depends on (C after its segment's kept input and the C below it, a
 recomputed unit's backward after its C, so each forward runs again exactly once); a bucket gathered (and waited for) at
-each use and dropped once a gather; each gradient reduced after its last write and exactly once; every start has its
-wait; never more than `max_gathered` buckets with full parameters; the update last; and, over ranks, one order of
-collectives per group (on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
+each use and dropped once a gather; what a unit keeps is on the device when it is read, and moves only while it is
+kept; each gradient reduced after its last write and exactly once; every start has its wait; never more than
+`max_gathered` buckets with full parameters; the update last; and, over ranks, one order of collectives per group (on
+gloo collectives in different order on two ranks mix values silently). Pure, no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heptad.schedule.action import COMPUTE, WAIT_OF, Action, Kind, Program, Segments, UnitUse, with_backward
+from heptad.schedule.action import (
+    COMPUTE,
+    MOVES,
+    WAIT_OF,
+    Action,
+    Kind,
+    Program,
+    Segments,
+    UnitUse,
+    with_backward,
+)
 from heptad.schedule.lower import DataRule
 
 
@@ -71,6 +82,7 @@ class _State:
         self.written: dict[int, int] = {}  # bucket with a gradient not yet drained -> last write
         self.reduced: set[int] = set()  # buckets drained at least once
         self.all_reduced: set[int] = set()
+        self.away: dict[tuple[int, int], Kind] = {}  # (unit, micro-batch) off the device -> last move
 
     def take(self, position: int, action: Action) -> None:
         """Check one action and go on."""
@@ -84,6 +96,8 @@ class _State:
         self.done.add(action)
         if kind in COMPUTE:
             self._compute(action, position, require)
+        elif kind in MOVES:
+            self._move(action, require)
         elif kind in WAIT_OF:
             require((kind, index) not in self.pending, "started twice without a wait")
             self.pending[kind, index] = position
@@ -111,6 +125,7 @@ class _State:
             missing = self.reduced - self.all_reduced if self.rule.replicas else set()
             require(not missing, f"buckets {sorted(missing)} were not summed over their replicas")
             require(not self.pending, f"not waited for: {sorted(str(k) for k in self.pending)}")
+            require(not self.away, f"units {sorted(unit for unit, _ in self.away)} are never fetched back")
         else:
             start = next(begin for begin, wait in WAIT_OF.items() if wait is kind)
             require((start, index) in self.pending, "a wait without its start")
@@ -118,12 +133,32 @@ class _State:
             if kind is Kind.WAIT_GATHER:
                 self.full.add(index)
 
+    def _move(self, action: Action, require: object) -> None:
+        """O, o, P, p in this order, of what is there."""
+        assert callable(require)
+        kind, unit, microbatch = action.kind, action.index, action.microbatch
+        key = unit, microbatch
+        before = {Kind.WAIT_OUT: Kind.OUT, Kind.FETCH: Kind.WAIT_OUT, Kind.WAIT_FETCH: Kind.FETCH}.get(kind)
+        require(self.away.get(key) is before, "moves go out (O, o), then back (P, p)")
+        if kind is not Kind.OUT:
+            self.away[key] = kind
+            if kind is Kind.WAIT_FETCH:
+                del self.away[key]
+            return
+        segment = self.segment.get(unit)
+        ran = {done for done in COMPUTE if Action(done, unit, microbatch) in self.done}
+        keeps = Kind.RECOMPUTE in ran or (Kind.FORWARD in ran and (segment is None or segment[0] == unit))
+        spent = ran & {Kind.BACKWARD, Kind.INPUT_GRAD} or not self.units[unit].backward
+        require(keeps and not spent, f"unit {unit} keeps nothing for a backward now")
+        self.away[key] = kind
+
     def _compute(self, action: Action, position: int, require: object) -> None:
         assert callable(require)
         kind, unit, microbatch = action.kind, action.index, action.microbatch
         require(
             kind is not Kind.RECOMPUTE or unit in self.segment, f"unit {unit} keeps its graph: nothing to recompute"
         )
+        require((unit, microbatch) not in self.away, f"what unit {unit} keeps is not on the device")
         for needed, index in self._needs(kind, unit):
             require(Action(needed, index, microbatch) in self.done, f"{index}{needed.value}{microbatch} has not run")
         if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and unit + 1 < len(self.units):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from heptad.models.batch import Batch
 from heptad.models.build import Model, loose_params, tapped_modules
 from heptad.models.decoder import Head
 from heptad.models.taps import GradSink, Tape, write_weight_grads
-from heptad.schedule.action import COMPUTE, Action, Kind, Program, Segments
+from heptad.schedule.action import COMPUTE, MOVES, Action, Kind, Program, Segments
 from heptad.schedule.lower import phases
 from heptad.trace import Event
 
@@ -39,6 +39,25 @@ class Engine(GradSink, Protocol):
 
     def whole(self, unit: nn.Module) -> AbstractContextManager[None]:
         """Around a use of a unit's weights that is not its forward."""
+
+
+class Mover(Protocol):
+    """Who moves what units keep for their backward to the host and back (`recompute/offload.py`)."""
+
+    def packing(self, key: tuple[int, int], inputs: Tensor | None, batch: Batch) -> AbstractContextManager[object]:
+        """Around a forward that keeps its graph: what it saves belongs to `key`, a unit and a micro-batch."""
+
+    def stow(self, key: tuple[int, int], tape: Tape) -> None:
+        """After that forward: what its taps hold for W moves with the rest."""
+
+    def keep(self, key: tuple[int, int], inputs: Tensor, batch: Batch) -> None:
+        """All that `key` keeps is its input."""
+
+    def act(self, action: Action) -> None:
+        """Run O, o, P or p."""
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """The backward of `key` has read it all; its taps hold what W reads."""
 
 
 def set_tape(module: nn.Module, tape: Tape | None) -> None:
@@ -71,8 +90,9 @@ class Executor:
         recompute: Segments = (),
         rank: int = 0,
         ledger: Ledger | None = None,
+        mover: Mover | None = None,
     ) -> None:
-        self.model, self.engine, self.rank = model, engine, rank
+        self.model, self.engine, self.rank, self.mover = model, engine, rank, mover
         self.ledger = Ledger() if ledger is None else ledger
         self.phase = "forward"  # of the action under way
         self.backward_from = backward_from  # first unit that has a backward
@@ -103,8 +123,7 @@ class Executor:
         runs. outputs_ready: called with those outputs after the last forward; update: what U does, given them. logits:
         the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
         """
-        split = any(action.kind is Kind.INPUT_GRAD for action in program)
-        step = _Step(self, batches, scale, logits, split, outputs_ready)
+        step = _Step(self, program, batches, scale, logits, outputs_ready)
         origin = time.perf_counter()
         for action, self.phase in zip(program, phases(program), strict=True):
             start = time.perf_counter()
@@ -114,10 +133,14 @@ class Executor:
             elif action.kind is Kind.UPDATE:
                 assert update is not None
                 update(step.outputs)
+            elif action.kind in MOVES:
+                assert self.mover is not None
+                self.mover.act(action)
             else:
                 self.engine.act(action, self.phase)
             if record is not None:
-                lane = "compute" if action.kind in COMPUTE or action.kind is Kind.UPDATE else "comm"
+                lane = "move" if action.kind in MOVES else "comm"
+                lane = "compute" if action.kind in COMPUTE or action.kind is Kind.UPDATE else lane
                 end = time.perf_counter()
                 record.append(Event(self.rank, lane, str(action), start - origin, end - origin))
         assert not step.runs and not step.grads, "a program left work undone"
@@ -158,13 +181,15 @@ class _Step:
     def __init__(
         self,
         executor: Executor,
+        program: Program,
         batches: Sequence[Batch],
         scale: Callable[[], float],
         logits: bool,
-        split: bool,
         outputs_ready: Callable[[list[Tensor]], None] | None,
     ) -> None:
-        self.executor, self.batches, self.scale, self.logits, self.split = executor, batches, scale, logits, split
+        self.executor, self.batches, self.scale, self.logits = executor, batches, scale, logits
+        self.split = any(action.kind is Kind.INPUT_GRAD for action in program)
+        self.moved = {(action.index, action.microbatch) for action in program if action.kind is Kind.OUT}
         self.outputs_ready = outputs_ready
         self.runs: dict[tuple[int, int], _Run] = {}
         self.boundaries: dict[tuple[int, int], Tensor] = {}  # output of a unit, detached: the next one's input
@@ -206,9 +231,12 @@ class _Step:
                     output, tape = last.logits(*args), Tape()
             else:
                 sink = self._sink(unit, microbatch) if grad and not recompute else None
-                output, tape = executor.forward(unit, inputs, batch, grad and not recompute, sink)
+                with self._packing(unit, microbatch, inputs) if grad and not recompute else nullcontext():
+                    output, tape = executor.forward(unit, inputs, batch, grad and not recompute, sink)
         if grad and not recompute:
-            self.runs[unit, microbatch] = self._run(unit, inputs, output, tape)
+            self.runs[unit, microbatch] = self._run(unit, microbatch, inputs, output, tape)
+        elif recompute and inputs is not None and (mover := self._mover(unit, microbatch)) is not None:
+            mover.keep((unit, microbatch), inputs, batch)
         if unit == self.last:
             self.outputs.append(output.detach())
             if self.outputs_ready is not None and len(self.outputs) == len(self.batches):
@@ -223,13 +251,23 @@ class _Step:
     def _recompute(self, unit: int, microbatch: int) -> None:
         inputs = self._input(unit, microbatch, keep=False)
         sink = self._sink(unit, microbatch)
-        output, tape = self.executor.forward(unit, inputs, self.batches[microbatch], taped=True, sink=sink)
-        self.runs[unit, microbatch] = self._run(unit, inputs, output, tape)
+        with self._packing(unit, microbatch, inputs):
+            output, tape = self.executor.forward(unit, inputs, self.batches[microbatch], taped=True, sink=sink)
+        self.runs[unit, microbatch] = self._run(unit, microbatch, inputs, output, tape)
         if unit != self.executor.segments[unit][-1]:
             self.boundaries[unit, microbatch] = output.detach().requires_grad_()
 
-    def _run(self, unit: int, inputs: Tensor | None, output: Tensor, tape: Tape) -> _Run:
+    def _mover(self, unit: int, microbatch: int) -> Mover | None:
+        return self.executor.mover if (unit, microbatch) in self.moved else None
+
+    def _packing(self, unit: int, microbatch: int, inputs: Tensor | None) -> AbstractContextManager[object]:
+        mover = self._mover(unit, microbatch)
+        return nullcontext() if mover is None else mover.packing((unit, microbatch), inputs, self.batches[microbatch])
+
+    def _run(self, unit: int, microbatch: int, inputs: Tensor | None, output: Tensor, tape: Tape) -> _Run:
         """Only the last unit's output is needed as a value; what others hold of theirs is the next one's input."""
+        if (mover := self._mover(unit, microbatch)) is not None:
+            mover.stow((unit, microbatch), tape)
         place = output.requires_grad and unit != self.last and self.executor.engine.uses_taps
         return _Run(inputs, get_gradient_edge(output) if place else output, tape, [])
 
@@ -257,6 +295,8 @@ class _Step:
                 if grad is not None:
                     self.executor.sink(unit, microbatch).add(param, grad)
         del run.output  # the graph is spent
+        if (mover := self._mover(unit, microbatch)) is not None:
+            mover.forget((unit, microbatch))
 
     def _weight_grad(self, unit: int, microbatch: int) -> None:
         run = self.runs.pop((unit, microbatch))

@@ -5,17 +5,22 @@ schedule: consecutive uses of a bucket share one gather when no other unit compu
 to backward); a gather starts `prefetch` compute actions before its first use and is waited for right there; a reduction
 starts right after the last gradient it drains and is waited for `prefetch` compute actions later, so at most that many
 full gradients wait for the network beside the one being written. Source of the stages: ZeRO, Rajbhandari et al. 2020,
-§5; FSDP, Zhao et al. 2023, §3. Read next: `check.py`, `axes/data/stages.py` (the rules of the stages).
+§5; FSDP, Zhao et al. 2023, §3.
+
+With `offload`, what a unit keeps for its backward moves to the host: out right after the action that made it (waited
+for after the next compute action, when the device's copy goes), back `prefetch` compute actions before the one that
+reads it. What would not be away for at least one compute action stays. Read next: `check.py`, `axes/data/stages.py`
+(the rules of the stages), `recompute/offload.py`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from heptad.schedule.action import COMPUTE, Action, Kind, Program, UnitUse
+from heptad.schedule.action import COMPUTE, Action, Kind, Program, Segments, UnitUse, with_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +42,33 @@ class DataRule:
 
 _Slots = dict[int, list[Action]]
 _REDUCTIONS = {Kind.REDUCE, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.WAIT_ALL_REDUCE}
-_ORDER_AFTER = [Kind.DROP, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.REDUCE]
+_ORDER_AFTER = [Kind.WAIT_OUT, Kind.DROP, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.REDUCE, Kind.OUT]
 """Free memory first, then start what needs some."""
 
 
-def lower(compute: Program, units: Sequence[UnitUse], rule: DataRule, update: bool = True) -> Program:
-    """The full program of one rank; `update` False for an evaluation (no reductions either)."""
+def lower(
+    compute: Program,
+    units: Sequence[UnitUse],
+    rule: DataRule,
+    update: bool = True,
+    recompute: Segments = (),
+    offload: bool = False,
+) -> Program:
+    """The full program of one rank; `update` False for an evaluation (no reductions and no moves either).
+
+    recompute: the segments that `compute` recomputes; read only to tell what there is to move.
+    """
     before: _Slots = defaultdict(list)
     after: _Slots = defaultdict(list)
     tail: list[Action] = []
     _place_gathers(compute, units, rule, before, after)
     if update:
         _place_reductions(compute, units, rule, after, tail)
+    if update and offload:
+        _place_moves(compute, with_backward(recompute, units), rule.prefetch, before, after)
     program: list[Action] = []
     for position, action in enumerate(compute):
-        program += sorted(before[position], key=lambda a: a.kind is Kind.WAIT_GATHER)
+        program += sorted(before[position], key=lambda a: a.kind in (Kind.WAIT_GATHER, Kind.WAIT_FETCH))
         program.append(action)
         program += sorted(after[position], key=lambda a: _ORDER_AFTER.index(a.kind))
     return (*program, *tail, Action(Kind.UPDATE)) if update else tuple(program)
@@ -127,6 +144,30 @@ def _drains(compute: Program, writes: Sequence[int], rule: DataRule) -> list[int
         return [writes[-1]]
     last = {compute[position].microbatch: position for position in writes}
     return sorted(last.values())
+
+
+def _place_moves(compute: Program, recompute: Segments, prefetch: int, before: _Slots, after: _Slots) -> None:
+    for made, read in _kept(compute, recompute):
+        fetch = read - prefetch
+        if fetch < made + 3:  # gone after made + 1, back before fetch: no compute action in between
+            continue
+        unit, microbatch = compute[made].index, compute[made].microbatch
+        after[made].append(Action(Kind.OUT, unit, microbatch))
+        after[made + 1].append(Action(Kind.WAIT_OUT, unit, microbatch))
+        before[fetch].append(Action(Kind.FETCH, unit, microbatch))
+        before[read].append(Action(Kind.WAIT_FETCH, unit, microbatch))
+
+
+def _kept(compute: Program, recompute: Segments) -> Iterator[tuple[int, int]]:
+    """(position that makes it, position that reads it) of everything a unit keeps: a graph, or a segment's input."""
+    first, again = {segment[0] for segment in recompute}, {unit for segment in recompute for unit in segment}
+    made: dict[tuple[int, int], int] = {}
+    for position, action in enumerate(compute):
+        key, kind = (action.index, action.microbatch), action.kind
+        if key in made and kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT_GRAD):
+            yield made.pop(key), position
+        if kind is Kind.RECOMPUTE or (kind is Kind.FORWARD and (key[0] in first or key[0] not in again)):
+            made[key] = position
 
 
 def phases(program: Program) -> tuple[str, ...]:
