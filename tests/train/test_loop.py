@@ -16,6 +16,7 @@ from heptad.errors import ConfigError
 from heptad.launch.failure import Diary
 from heptad.launch.forked import forked
 from heptad.loader.synthetic import synthetic
+from heptad.mesh.layout import Layout
 from heptad.optim.schedule import lr_at
 from heptad.trace import total
 from heptad.train import loop
@@ -37,7 +38,7 @@ def job(folder: Path, steps: int = 6, **sections: dict[str, Any]) -> Job:
 def train(rank: int, job: Job, stop_at: int | None = None, trace: bool = False) -> Outcome:
     """`stop_at`: the last rank asks to stop while it is in this step."""
     diary = Diary()
-    if stop_at is not None and rank == job.layout.dp_shard - 1:
+    if stop_at is not None and rank == Layout.of(job.layout).world - 1:
         asked = property(lambda request: diary.step is not None and diary.step >= stop_at)
         loop.StopRequest = type("Asked", (StopRequest,), {"asked": asked})  # type: ignore[misc]
     return run(job, rank, torch.device("cpu"), data=synthetic(job), diary=diary, trace=trace, ledger=True)
