@@ -41,14 +41,25 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Drop
     return F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask)
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None) -> Tensor:
+def masked_softmax(scores: Tensor, mask: Tensor, root: float) -> Tensor:
+    """softmax(scores / root) over the last dim [B, H, L, L] where `mask` [B, 1, L, L] is True, in at least fp32."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) / root
+    return wide.masked_fill(~mask, -math.inf).softmax(-1)
+
+
+def math_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    dropout: Dropout | None,
+    softmax: Callable[[Tensor, Tensor, float], Tensor] = masked_softmax,
+) -> Tensor:
     """The same with the scores formed, so that dropout can act on them."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     mask = visible(batch.documents) if batch.mask is None else batch.mask
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.transpose(-2, -1)).to(wide) / math.sqrt(q.shape[-1])  # [B, H, L, L]
-    probabilities = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    probabilities = softmax(q @ k.transpose(-2, -1), mask, math.sqrt(q.shape[-1]))  # [B, H, L, L]
     if dropout is not None:
         probabilities = dropout.attention(probabilities, batch.index, batch.index, batch.step)
     return probabilities.to(v.dtype) @ v

@@ -25,11 +25,13 @@ from heptad.models.batch import IGNORED, Batch
 from heptad.models.dropout import Dropout
 from heptad.models.init import materialise
 from heptad.models.layers import Embedding
-from heptad.models.loss import TokenLoss, whole_logits
+from heptad.models.loss import LossKernels, TokenLoss, whole_logits
 from heptad.models.parallel import RowLinear, TokenTable, columns
 from heptad.models.rotary import Rotary
 
 Segment = Callable[[Tensor, Batch], Tensor]
+Activate = Callable[..., Tensor]
+"""(gate, up) or (up,) -> what `down` reads, all [..., inner]."""
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -71,12 +73,13 @@ class Mlp(nn.Module):
     gated: down(act(gate x) · up x) (Shazeer, arXiv 2002.05202); plain: down(act(up x)).
     """
 
-    stream: Stream = SINGLE
+    stream: Stream = SINGLE  # a seam, as is the attribute `activate`
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
         width, inner, bias = section.width, section.mlp_width, section.mlp_bias
-        self.activation = _activation(section.activation)
+        activation = _activation(section.activation)
+        self.activate: Activate = activation if section.mlp == "plain" else lambda gate, up: activation(gate) * up
         self.norm = norm_of(section, width)
         self.gate = linear_of("gate", width, inner, bias) if section.mlp == "gated" else None
         self.up = linear_of("up", width, inner, bias)
@@ -86,8 +89,7 @@ class Mlp(nn.Module):
         """[B, L, D], or this rank's [n, D] of it, to the same."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         parts = columns(self.norm(x), linears, self.stream, batch.ids.numel())
-        inner = self.activation(parts[0]) if self.gate is None else self.activation(parts[0]) * parts[1]
-        out: Tensor = self.down(inner)
+        out: Tensor = self.down(self.activate(*parts))
         return out
 
 
@@ -135,6 +137,7 @@ class Head(nn.Module):
 
     stream: Stream = SINGLE
     loss_chunk: int | Literal["auto"] = "auto"
+    kernels: LossKernels = LossKernels()
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -153,7 +156,8 @@ class Head(nn.Module):
         x, tape = self.norm(x), self.out.tape
         if tape is None and torch.is_grad_enabled() and self.stream.size == 1:
             return loss_sum(self.out(x), batch.labels)
-        return TokenLoss(self.out, self.stream, self.vocabulary, self.loss_chunk, batch.labels.flatten(), tape)(x)
+        labels = batch.labels.flatten()
+        return TokenLoss(self.out, self.stream, self.vocabulary, self.loss_chunk, labels, tape, self.kernels)(x)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:

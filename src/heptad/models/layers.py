@@ -12,6 +12,8 @@ Read next: `parallel.py`, `attention.py`, `decoder.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -141,28 +143,47 @@ def _inverse_rms(wide: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(norm.square() / wide.shape[-1] + eps)
 
 
+def rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [..., D], weight [D] -> the norm in x's dtype, and 1/rms [..., 1] in at least fp32."""
+    wide = _at_least_fp32(x)
+    inverse = _inverse_rms(wide, eps)
+    return (wide * inverse).mul_(weight).to(x.dtype), inverse
+
+
+def rms_backward(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
+    """Gradient of x, from what `rms_forward` was given and gave, and dy [..., D]."""
+    wide = _at_least_fp32(x)
+    scaled = _at_least_fp32(dy) * weight
+    inner = torch.linalg.vecdot(scaled, wide).unsqueeze(-1)
+    slope = inner * inverse.pow(3) / x.shape[-1]
+    return scaled.mul_(inverse).addcmul_(wide, slope, value=-1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSKernels:
+    """RMSNorm's arithmetic: pure functions of tensors."""
+
+    forward: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = rms_forward
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = rms_backward
+
+
 class _RMSNormInput(torch.autograd.Function):
     """RMSNorm; backward gives dx from (x, 1/rms) and the weight read by reference, and hands dy to the probe."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, inverse: Tensor, link: Tensor | None, module: RMSNorm, sink: GradSink | None
+        ctx: Any, x: Tensor, y: Tensor, inverse: Tensor, link: Tensor | None, module: RMSNorm, sink: GradSink | None
     ) -> Tensor:
         ctx.save_for_backward(x, inverse)
         ctx.module, ctx.sink = module, sink
-        return (_at_least_fp32(x) * inverse).mul_(module.weight).to(x.dtype)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[0]:
-            wide = _at_least_fp32(x)
-            scaled = _at_least_fp32(dy) * ctx.module.weight
-            inner = torch.linalg.vecdot(scaled, wide).unsqueeze(-1)
-            slope = inner * inverse.pow(3) / x.shape[-1]
-            dx = scaled.mul_(inverse).addcmul_(wide, slope, value=-1).to(x.dtype)
-        return dx, None, _pass_on(ctx, (x, inverse), dy, ctx.needs_input_grad[2]), None, None
+        module: RMSNorm = ctx.module
+        dx = module.kernels.backward(x, inverse, module.weight, dy) if ctx.needs_input_grad[0] else None
+        return dx, None, None, _pass_on(ctx, (x, inverse), dy, ctx.needs_input_grad[3]), None, None
 
 
 class RMSNorm(nn.RMSNorm):
@@ -172,17 +193,20 @@ class RMSNorm(nn.RMSNorm):
     """
 
     tape: Tape | None = None
+    kernels: RMSKernels = RMSKernels()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
         assert self.eps is not None
-        if self.tape is None:
+        if self.tape is None and torch.is_grad_enabled():
             wide = _at_least_fp32(x)
             return (wide * _inverse_rms(wide, self.eps)).mul(self.weight).to(x.dtype)
         with torch.no_grad():
-            inverse = _inverse_rms(_at_least_fp32(x), self.eps)
+            y, inverse = self.kernels.forward(x, self.weight, self.eps)
+        if self.tape is None:
+            return y
         link = link_of(self.tape, self, (x, inverse), x, x.shape) if trainable(self.weight) else None
-        out: Tensor = _RMSNormInput.apply(x, inverse, link, self, self.tape.sink)
+        out: Tensor = _RMSNormInput.apply(x, y, inverse, link, self, self.tape.sink)
         return out
 
     def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:

@@ -20,6 +20,7 @@ Legend: N tokens of the micro-batch, D width, V vocabulary, T tensor ranks. Read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +40,40 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def exponentials_(wide: Tensor, start: int, rows: int, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """wide [c, V/T] becomes exp(logit - top); -> top [c], Σ exp [c], the target's logit [c] (0: not here).
+
+    The first `rows` columns are rows of the vocabulary, from `start` on; the others are padding. A rank without any
+    real row has top = the lowest finite number and Σ exp = 0.
+    """
+    wide[:, rows:] = -torch.inf
+    here, column = targets(labels, start, rows)
+    target = wide.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+    top = wide.amax(-1).clamp(min=torch.finfo(wide.dtype).min)
+    return top, wide.sub_(top.unsqueeze(-1)).exp_().sum(-1), target
+
+
+def gradient_(exps: Tensor, factor: Tensor, dy: Tensor, start: int, rows: int, labels: Tensor) -> Tensor:
+    """exps [c, V/T] becomes exps · factor · dy, less dy at each target: the logits' gradient. factor, dy [c]."""
+    here, column = targets(labels, start, rows)
+    hit = torch.where(here, dy, 0.0).neg().unsqueeze(-1)
+    return exps.mul_((factor * dy).unsqueeze(-1)).scatter_add_(-1, column.unsqueeze(-1), hit)
+
+
+def targets(labels: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """labels [c] -> whether each is a target among the rows [start, start + rows), and its column there (0: not)."""
+    here = (labels >= start) & (labels < start + rows)  # IGNORED is negative
+    return here, torch.where(here, labels - start, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LossKernels:
+    """The loss's arithmetic on one chunk of logits: pure functions of tensors, in the logits' memory."""
+
+    exponentials_: Callable[[Tensor, int, int, Tensor], tuple[Tensor, Tensor, Tensor]] = exponentials_
+    gradient_: Callable[[Tensor, Tensor, Tensor, int, int, Tensor], Tensor] = gradient_
+
+
 @dataclass(slots=True)
 class TokenLoss:
     """One micro-batch's loss, as the head and its tap see it.
@@ -53,6 +88,7 @@ class TokenLoss:
     chunk: int | Literal["auto"]
     labels: Tensor
     tape: Tape | None = None
+    kernels: LossKernels = LossKernels()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: the stream after the norm -> Σ of -log softmax over the labels that count, 0-d, the same on every rank."""
@@ -97,28 +133,14 @@ class TokenLoss:
             sink.add(self.out.weight, dy)
 
     def exponentials(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [c, D], labels [c] -> exp(logit - top) [c, V/T], top [c], Σ exp [c], the target's logit [c] (0: not here).
-
-        A rank without any real row has top = the lowest finite number and Σ exp = 0.
-        """
+        """x [c, D], labels [c] -> exp(logit - top) [c, V/T]; top, Σ exp, the target's logit (0: not here), all [c]."""
         wide = (x @ self.out.weight.t()).to(at_least_fp32(x.dtype))  # [c, V/T]
-        wide[:, len(self.rows) :] = -torch.inf
-        here, column = self.targets(labels)
-        target = wide.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-        top = wide.amax(-1).clamp(min=torch.finfo(wide.dtype).min)
-        exps = wide.sub_(top.unsqueeze(-1)).exp_()
-        return exps, top, exps.sum(-1), target
-
-    def targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """labels [c] -> whether each is a target among this rank's rows, and its column there (0 where not)."""
-        here = (labels >= self.rows.start) & (labels < self.rows.stop)  # IGNORED is negative
-        return here, torch.where(here, labels - self.rows.start, 0)
+        top, total, target = self.kernels.exponentials_(wide, self.rows.start, len(self.rows), labels)
+        return wide, top, total, target
 
     def gradient_(self, exps: Tensor, factor: Tensor, dy: Tensor, labels: Tensor) -> Tensor:
-        """exps [c, V/T] becomes exps · factor · dy, less dy at each target: the logits' gradient. factor, dy [c]."""
-        here, column = self.targets(labels)
-        hit = torch.where(here, dy, 0.0).neg_().unsqueeze(-1)
-        return exps.mul_((factor * dy).unsqueeze(-1)).scatter_add_(-1, column.unsqueeze(-1), hit)
+        """The logits' gradient [c, V/T], in the memory of exps."""
+        return self.kernels.gradient_(exps, factor, dy, self.rows.start, len(self.rows), labels)
 
 
 class _Loss(torch.autograd.Function):
