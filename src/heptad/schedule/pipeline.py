@@ -1,10 +1,11 @@
 """A pipeline schedule as a value: for each rank the stage actions it runs, in order, with a text form. Pure, no torch.
 
-Text, one line a rank, actions separated by blanks: stage, kind, micro-batch. `2F0` is stage 2's forward of micro-batch 0,
-`5B0` its whole backward, `1I3` and `1W3` the two halves of one, `0F4&7B1` a pair that overlaps: one micro-batch's
-communication runs under the other's computation. Which rank holds a stage follows from the lines; in DualPipe two ranks
-hold each, one for each direction, and the second direction's micro-batches count from M/2. Units, buckets, sends and the
-data stages' gathers come later, by lowering. Read next: `action.py`, `axes/pipeline/generators/`.
+Text, one line a rank, actions separated by blanks: stage, kind, micro-batch. `2F0` is stage 2's forward of
+micro-batch 0, `5B0` its whole backward, `1I3` and `1W3` the two halves of one, `0F4&7B1` a pair that overlaps: one
+micro-batch's communication runs under the other's computation. Which rank holds a stage follows from the lines
+(`placement`); in DualPipe two ranks hold each, one for each direction, and the second direction's micro-batches count
+from M/2. Units, buckets, sends and the data stages' gathers come later, by lowering. Read next: `pipeline_check.py`
+(what is proven), `pipeline_messages.py` (sends and receives), `axes/pipeline/generate.py`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,53 @@ def singles(line: Iterable[Step]) -> Iterator[StageAction]:
     """The actions of a line, a pair's forward before its backward."""
     for step in line:
         yield from (step.forward, step.backward) if isinstance(step, Pair) else (step,)
+
+
+def row(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[StageAction]:
+    """One action for each micro-batch."""
+    return [StageAction(stage, kind, microbatch) for microbatch in microbatches]
+
+
+Placement = tuple[tuple[int, ...], ...]
+"""`placement[direction][stage]`: the rank that runs the stage. One direction, or two that hold each stage twice."""
+
+
+def placement(schedule: Schedule) -> Placement:
+    """Who holds what in a checked schedule: micro-batch m runs on `placement[direction_of(...)][stage]`."""
+    first, last = ([-1] * schedule.num_stages for _ in range(2))
+    for rank, line in enumerate(schedule.lines):
+        for action in singles(line):
+            if action.microbatch == 0:
+                first[action.stage] = rank
+            if action.microbatch == schedule.num_microbatches - 1:
+                last[action.stage] = rank
+    return (tuple(first),) if first == last else (tuple(first), tuple(last))
+
+
+def direction_of(schedule: Schedule, where: Placement, microbatch: int) -> int:
+    """0, or 1 for the second half of the micro-batches of a schedule with two directions."""
+    return int(len(where) == 2 and 2 * microbatch >= schedule.num_microbatches)
+
+
+def peak_live(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most (stage, micro-batch) whose forward has run and whose backward, its W included, has not.
+
+    A pair's forward counts before its backward frees.
+    """
+    peaks = []
+    for line in schedule.lines:
+        live = peak = 0
+        for step in line:
+            if isinstance(step, Pair):
+                peak = max(peak, live + 1)
+                live += step.backward.kind is Kind.INPUT_GRAD
+            elif step.kind is Kind.FORWARD:
+                live += 1
+                peak = max(peak, live)
+            elif step.kind is not Kind.INPUT_GRAD:
+                live -= 1
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def format_schedule(schedule: Schedule) -> str:
