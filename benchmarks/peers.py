@@ -100,12 +100,12 @@ def batch_of(size: Size, rank: int, number: int) -> Batch:
 
 
 class Ours:
-    """Heptad's whole step."""
+    """Heptad's whole step. `reads`: whose batches it reads, where ranks share them (None: its own)."""
 
-    def __init__(self, size: Size, rank: int, job: Job, name: str = "heptad") -> None:
+    def __init__(self, size: Size, rank: int, job: Job, name: str = "heptad", reads: int | None = None) -> None:
         self.name, self.size, self.rank = name, size, rank
         self.trainer = Trainer(job, rank, CPU)
-        self._batches = {number: batch_of(size, rank, number) for number in range(4)}
+        self._batches = {number: batch_of(size, rank if reads is None else reads, number) for number in range(4)}
 
     def step(self, number: int) -> float:
         batch = replace(self._batches[number % 4], step=number)

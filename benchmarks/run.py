@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from benchmarks.lines import Effort, Row
 
-from benchmarks import lines, link, netbox
+from benchmarks import lines, link, netbox, tensor
 
 LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "stage0": lines.stage0,
@@ -30,6 +30,10 @@ LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "hsdp": link.hybrid,
     "memory": lines.memory,
     "wire": link.wire,
+    "tensor": tensor.against_dtensor,
+    "tensor-one-core": tensor.against_one_core,
+    "tensor-memory": tensor.memory,
+    "loss-memory": tensor.loss_memory,
     "whole-step": lines.whole_step,
     "executor": lines.executor,
     "start-up": lines.start_up,
@@ -52,8 +56,9 @@ HEADER = """# Benchmarks
 Written by `make bench` (`benchmarks/run.py`). Contenders run inside the same processes in short turns (A B B A …); a
 figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
 (`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
-(`benchmarks/peers.py`). Smaller is better everywhere. Heptad runs with its defaults but for `bucket_mb`: 5 against DDP,
-0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen while looking at results.
+(`benchmarks/peers.py`, `benchmarks/dtensor.py`). Smaller is better everywhere. Heptad runs with its defaults but for
+`bucket_mb`: 5 against DDP, 0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen
+while looking at results.
 Every process keeps the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit too.
 """
 

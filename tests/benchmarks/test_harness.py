@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from benchmarks.dtensor import TensorPeer
 from benchmarks.lines import Row
 from benchmarks.measure import ratio, upper_bound
 from benchmarks.meter import Meter
 from benchmarks.netbox import Netbox
 from benchmarks.peers import Contender, Ours, Size, check, ddp, fsdp2, job_of, plain
 from benchmarks.ranks import launch
+from torch.distributed.tensor import DTensor
 
-from benchmarks import netbox, run
+from benchmarks import loss, netbox, run, tensor
+from heptad.mesh.collectives import Work
 
 TINY = Size(layers=2, width=12, heads=2, mlp_width=23, vocab=37, seq_len=7)
 
@@ -56,6 +61,49 @@ def _alike(rank: int) -> int:
 
 def test_contenders_train_the_same_model() -> None:
     assert launch(2, _alike) == [4, 4]
+
+
+CUTTABLE = Size(layers=2, width=12, heads=2, mlp_width=22, vocab=38, seq_len=6, sequences=2)
+
+
+def _tensor_ranks_alike(rank: int) -> list[bool]:
+    sides = [
+        tensor.two_ranks(CUTTABLE, rank, "heptad"),
+        tensor.two_ranks(CUTTABLE, rank, "cut", **tensor.CUT),
+        tensor.two_ranks(CUTTABLE, rank, "kept", **tensor.KEPT),
+        TensorPeer("dtensor", CUTTABLE, sequence=False),
+        TensorPeer("dtensor, cut", CUTTABLE, sequence=True),
+    ]
+    check(sides)
+    return [isinstance(param, DTensor) for side in sides[-2:] for param in (side.cut + side.whole)]
+
+
+def test_heptad_and_dtensor_train_the_same_model_cut_over_two_ranks() -> None:
+    for which in launch(2, _tensor_ranks_alike):
+        linears, norms = 2 + 7 * CUTTABLE.layers, 1 + 2 * CUTTABLE.layers
+        assert which == [True] * linears + [False] * norms + [True] * (linears + norms)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_gpt_block_keeps_the_formulas_bytes_and_the_statistics(sequence: bool) -> None:
+    """34/T and 10 + 24/T · B·L·D (arXiv 2205.05198, table 2), beside them fp32 statistics and the tape's anchor."""
+    tokens = tensor.GPT.sequences * tensor.GPT.seq_len
+    norms = 2 * 2 * 4 * (tokens // 4 if sequence else tokens)  # mean and 1/std of two norms
+    attention = 4 * tokens * tensor.GPT.heads // 4  # log Σ exp of each head here
+    formula = tokens * tensor.GPT.width * (34 if sequence else 4 * 10 + 24) // 4
+    assert launch(4, tensor.block_bytes, sequence) == [formula + norms + attention + 4] * 4
+
+
+def test_a_cut_vocabulary_in_chunks_takes_little_of_what_all_logits_take() -> None:
+    ours, naive = loss.peak_bytes(num_tokens=256, width=8)
+    assert ours <= 0.15 * naive
+
+
+def test_waiting_is_timed_and_work_is_as_before() -> None:
+    wait = Work.wait
+    with tensor.waiting() as waited:
+        Work(finish=lambda: time.sleep(0.01)).wait()
+    assert waited.seconds >= 0.01 and Work.wait is wait
 
 
 def _unlike(rank: int) -> None:
