@@ -1,8 +1,9 @@
 """Text from the model while it trains: one whole forward a token, which any layout can run.
 
 Every rank takes part in the forwards; a rank's choice depends on its own logits and a key only, so equal prompts give
-equal text, and the collectives' order never depends on what was chosen: all ranks run the same number of forwards of
-the same shape. Noise is keyed by (seed, place), so a sample is reproducible. Cost: num_tokens forwards of the window.
+equal text (tensor ranks gather the same logits, so they choose alike), and the collectives' order never depends on what
+was chosen: all ranks run the same number of forwards of the same shape. Noise is keyed by (seed, place), so a sample is
+reproducible. Cost: num_tokens forwards of the window.
 """
 
 from __future__ import annotations
