@@ -40,7 +40,7 @@ def layout_job(
     optimizer: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> Job:
-    """Two replicas with `hsdp`; one unit a bucket; AdamW with clipping that bites."""
+    """`ranks` data ranks, two replicas with `hsdp`; one unit a bucket; AdamW with clipping that bites."""
     replicas = 2 if hsdp else 1
     layout = {"zero": zero, "dp_replicate": replicas, "dp_shard": ranks // replicas, "bucket_mb": 0.0}
     described = {
@@ -49,7 +49,8 @@ def layout_job(
         "precision": {"params": params} | sections.pop("precision", {}),
         "optimizer": {"lr": 0.02, "clip_norm": 0.5, "schedule": "linear"} | (optimizer or {}),
         "data": {"seq_len": 7, "seed": seed},
-        "train": {"global_batch": ranks * accumulation, "micro_batch": 1, "steps": 3, "seed": seed},
+        "train": {"global_batch": ranks * accumulation, "micro_batch": 1, "steps": 3, "seed": seed}
+        | sections.pop("train", {}),
         **sections,
     }
     return resolve(Job.model_validate(described))

@@ -17,6 +17,7 @@ from heptad.verify.ranks import RankReport, _rank
 from heptad.verify.reference import Reference
 from heptad.verify.run import Verdict, examine
 from heptad.verify.shrink import Shrunk
+from heptad.verify.tensor_faults import TENSOR
 
 GUILTY = {
     "rank_scale": "dp_shard",
@@ -41,7 +42,7 @@ def examined(fault: str, steps: int = 2, **layout: Any) -> Verdict:
 
 
 def test_the_list_is_complete() -> None:
-    assert names() == list(GUILTY) and len(names()) == len(KINDS)
+    assert names() == [*GUILTY, *TENSOR] and len(names()) == len(KINDS)
 
 
 @pytest.mark.parametrize("fault", GUILTY)

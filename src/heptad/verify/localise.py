@@ -5,8 +5,10 @@ the last parameter to the first, norm, parameters after the update). The axis: t
 turned off, one by one, and what heals is guilty; if no single one does, pairs; if no pair does, as few as possible. A
 layout with every axis off that still differs has its fault in the model or in the optimizer.
 
-Turned off: dp_replicate and dp_shard -> 1 (the global batch stays, by more accumulation), zero -> 0, accumulation -> 1
-(larger micro-batches), prefetch -> 0, recompute -> none, engine -> heptad. Cost: one short run of the layout each.
+Turned off: dp_replicate and dp_shard -> 1 (the global batch stays, by more accumulation), tp -> 1 and with it sequence
+parallelism (and with that keep_gathered), zero -> 0, accumulation -> 1 (larger micro-batches), prefetch -> 0, recompute
+and offloaded activations -> none, compile -> false, attention -> the other kind, engine -> heptad. Cost: one short run
+of the layout each.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from heptad.config.schema import Job, LayoutSection, RecomputeSection
+from heptad.config.schema import Job, LayoutSection, RecomputeSection, Section
 from heptad.verify.compare import Comparison, Difference
 
-AXES = ("dp_replicate", "dp_shard", "accumulation", "zero", "engine", "recompute", "prefetch")
-"""In the order they are blamed when turning off any of several heals: what communicates first, policies last."""
+DATA = ("dp_replicate", "dp_shard")
+TENSOR = ("keep_gathered", "sequence_parallel", "tp")
+POLICIES = ("accumulation", "zero", "engine", "offload", "recompute", "attention", "compile", "prefetch")
+AXES = (*DATA, *TENSOR, *POLICIES)
+"""In the order they are blamed when turning off any of several heals: what communicates first, policies last; of those
+that take others with them, the most special first."""
 
 NOBODY = "none of the axes: model or optimizer"
 Heals = Callable[[Job], bool]
@@ -36,36 +42,64 @@ class Blame:
 
 def present(job: Job) -> list[str]:
     """The axes of `job` that can be turned off."""
-    layout = job.layout
+    layout, model = job.layout, job.model
+    stages = layout.zero > 0 and layout.engine == "heptad"
     on = {
         "dp_replicate": layout.dp_replicate > 1,
         "dp_shard": layout.dp_shard > 1,
+        "keep_gathered": layout.keep_gathered,
+        "sequence_parallel": layout.sequence_parallel,
+        "tp": layout.tp > 1,
         "accumulation": job.train.global_batch > _data_ranks(layout) * job.train.micro_batch,
-        "zero": layout.zero > 0 and layout.engine == "heptad",
+        "zero": stages,
         "engine": layout.engine != "heptad",
+        "offload": job.offload.activations != "none",
         "recompute": job.recompute.mode != "none",
-        "prefetch": layout.zero > 0 and layout.engine == "heptad" and layout.prefetch > 0,
+        "attention": model.attention == "flash" or (model.attention == "math" and not model.attention_dropout),
+        "compile": job.train.compile,
+        "prefetch": stages and layout.prefetch > 0,
     }
     return [axis for axis in AXES if on[axis]]
 
 
 def without(job: Job, axes: Sequence[str]) -> Job:
     """`job` with `axes` turned off: the same global batch in the same order, the same model."""
-    layout, train, recompute = job.layout, job.train, job.recompute
+    layout: dict[str, object] = {}
+    changes: dict[str, Section] = {}
     for axis in axes:
-        if axis in ("dp_replicate", "dp_shard"):
-            layout = layout.model_copy(update={axis: 1})
-        elif axis in ("zero", "prefetch"):
-            layout = layout.model_copy(update={axis: 0})
-        elif axis == "engine":
-            layout = layout.model_copy(update={"engine": "heptad"})
-        elif axis == "recompute":
-            recompute = RecomputeSection(mode="none")
-        else:
-            assert axis == "accumulation", axis
+        layout |= _OFF.get(axis, {})
+    if "recompute" in axes:
+        changes["recompute"] = RecomputeSection(mode="none")
+    if "offload" in axes:
+        changes["offload"] = job.offload.model_copy(update={"activations": "none"})
+    if "attention" in axes:
+        other = {"flash": "math", "math": "flash"}[job.model.attention]
+        changes["model"] = job.model.model_copy(update={"attention": other})
+    changes["layout"] = job.layout.model_copy(update=layout)
+    return _whole_steps(job.model_copy(update=changes), axes)
+
+
+_OFF: dict[str, dict[str, object]] = {
+    "dp_replicate": {"dp_replicate": 1},
+    "dp_shard": {"dp_shard": 1},
+    "keep_gathered": {"keep_gathered": False},
+    "sequence_parallel": {"sequence_parallel": False, "keep_gathered": False},
+    "tp": {"tp": 1, "sequence_parallel": False, "keep_gathered": False},
+    "zero": {"zero": 0},
+    "engine": {"engine": "heptad"},
+    "prefetch": {"prefetch": 0},
+}
+"""Options of [layout] that turn an axis off."""
+
+
+def _whole_steps(job: Job, axes: Sequence[str]) -> Job:
+    """What of [train] is an axis: all of a rank's sequences in one micro-batch, nothing compiled."""
+    train: dict[str, object] = {}
     if "accumulation" in axes:
-        train = train.model_copy(update={"micro_batch": train.global_batch // _data_ranks(layout)})
-    return job.model_copy(update={"layout": layout, "train": train, "recompute": recompute})
+        train["micro_batch"] = job.train.global_batch // _data_ranks(job.layout)
+    if "compile" in axes:
+        train["compile"] = False
+    return job.model_copy(update={"train": job.train.model_copy(update=train)})
 
 
 def guilty(job: Job, heals: Heals) -> Blame:

@@ -1,7 +1,8 @@
 """What a rank does for `verify`: the job's own `Trainer`, watched. Nothing is changed but what a planted fault changes.
 
 Kept of each step: the loss and norm it reports, its pieces of every gradient (before clipping) and of every parameter
-after the update, a fingerprint of each unit's output, the ledger, and the bytes of live storages.
+after the update, a fingerprint of each unit's output (of its own rows, where the tensor axis cuts the stream), the
+ledger, and the bytes of live storages.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from heptad.loader.loader import Loader
 from heptad.loader.prepare import PreparedData
 from heptad.mesh.layout import Layout
 from heptad.mesh.piece import Piece
+from heptad.mesh.regions import Stream
 from heptad.models.batch import Batch
 from heptad.models.taps import GradSink, Tape
 from heptad.trace import Transfer
 from heptad.train.step import LossSum, StepResult, Trainer
-from heptad.verify.faults import Fault
+from heptad.verify.fault import Fault
 from heptad.verify.meter import MemoryMeter
 from heptad.verify.reference import fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step on one rank. outputs[micro-batch][unit]: Σ x² of the unit's output."""
+    """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here."""
 
     result: StepResult
     grads: list[Piece]
@@ -58,6 +60,7 @@ class Watched(Trainer):
         super().__init__(job, rank, torch.device("cpu"))
         self.grads: list[Piece] = []
         self.outputs: dict[int, dict[int, float]] = {}
+        self.stream = Stream(self.mesh.group("tp"), job.layout.sequence_parallel)
         self._forward = self.parallel.executor.forward
         setattr(self.parallel.executor, "forward", self._seen)  # noqa: B010
 
@@ -65,8 +68,15 @@ class Watched(Trainer):
         self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool, sink: GradSink | None = None
     ) -> tuple[Tensor, Tape]:
         output, tape = self._forward(unit, inputs, batch, taped, sink)
-        self.outputs.setdefault(id(batch), {}).setdefault(unit, fingerprint(output))
+        self.outputs.setdefault(id(batch), {}).setdefault(unit, fingerprint(self._real(output, batch)))
         return output, tape
+
+    def _real(self, output: Tensor, batch: Batch) -> Tensor:
+        """`output` without the rows that fill up a cut stream, whose values nobody reads; the loss has no rows."""
+        if not self.stream.sequence or not output.dim():
+            return output
+        start, stop = self.stream.own(batch.ids.numel())
+        return output[: stop - start]
 
     def _update(self, step: int, summed: LossSum, num_targets: int) -> StepResult:
         self.engine.finish_grads()

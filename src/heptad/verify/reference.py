@@ -11,11 +11,15 @@ proves two links: same parameters -> same gradients; same gradients -> same para
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from heptad.config.schema import Job
 from heptad.loader.loader import Loader
@@ -28,6 +32,8 @@ from heptad.precision.policy import Policy
 from heptad.verify.update import WholeOptimizer
 
 Grads = dict[str, Tensor]
+DRAWS = 8
+"""Runs with partial sums: of one run a small tensor's distance is a matter of luck (4 in 100 are twice another's)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,16 @@ class Reference:
         """The same step with sums in another order: sequences reversed and in one batch; features reversed as well.
 
         Reversing a logical dim ("width", "mlp") of every parameter that has it is the same function of the batch.
-        Dropout is keyed by feature, so with dropout the width stays as it is.
+        Dropout is keyed by feature, so with dropout the width stays as it is. Under the tensor axis also `DRAWS` runs
+        that form the sums it cuts as partial sums, as many as ranks, each rounded; every run cuts elsewhere.
         """
-        batches = self.batches(step)
+        batches, tp = self.batches(step), self.job.layout.tp
         joined = [_joined(list(reversed(batches)))]
-        return [self._compute(joined, flipped=False), self._compute(batches, flipped=True)]
+        found = [self._compute(joined, flipped=False), self._compute(batches, flipped=True)]
+        for offset in range(DRAWS if tp > 1 else 0):
+            with PartialSums(tp, offset):
+                found.append(self._compute(batches, flipped=False))
+        return found
 
     def update(self, step: int, grads: Grads) -> None:
         """Clip `grads` (unclipped, whole) by their own norm and apply the optimizer."""
@@ -119,6 +130,36 @@ class Reference:
     def _flip(self, tensor: Tensor, spec: ParamSpec) -> Tensor:
         names = ("mlp",) if self.job.model.dropout else ("mlp", "width")
         return tensor.flip([at for at, name in enumerate(spec.dims) if name in names])
+
+
+class PartialSums(TorchFunctionMode):
+    """Products with a weight whose dim 0 the tensor axis cuts into `number` parts: one product a part, rounded to its
+    dtype, then added up. A linear's input gradient by autograd, a row linear's output here. `offset`: rows by which
+    the cuts are moved.
+    """
+
+    def __init__(self, number: int, offset: int = 0) -> None:
+        super().__init__()
+        self.number, self.offset = number, offset
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """`F.linear`, `x @ weight` and `addmm(bias, x, weight)` in parts; all else as it is."""
+        if func is F.linear:
+            x, weight, bias = args
+            biases = [None] * self.number if bias is None else self._parts(bias, 0)
+            parts = [F.linear(x, rows, some) for rows, some in zip(self._parts(weight, 0), biases, strict=True)]
+            return torch.cat(parts, dim=-1).roll(-self.offset, -1)
+        if func in (Tensor.matmul, Tensor.__matmul__, torch.addmm) and isinstance(args[-1], nn.Parameter):
+            x, weight = args[-2:]
+            products = [some @ rows for some, rows in zip(self._parts(x, -1), self._parts(weight, 0), strict=True)]
+            total = functools.reduce(torch.add, products)
+            return total if len(args) == 2 else total + args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _parts(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return tensor.roll(self.offset, dim).chunk(self.number, dim)
 
 
 def fingerprint(x: Tensor) -> float:

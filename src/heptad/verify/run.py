@@ -16,7 +16,8 @@ from heptad.launch.forked import RankFailed
 from heptad.loader.prepare import PreparedData
 from heptad.loader.synthetic import synthetic
 from heptad.verify.compare import Comparison, compare
-from heptad.verify.faults import Fault, parse
+from heptad.verify.fault import Fault
+from heptad.verify.faults import parse
 from heptad.verify.localise import Blame, first_module, guilty
 from heptad.verify.ranks import RankReport, run_layout
 from heptad.verify.reference import Reference
@@ -86,7 +87,7 @@ def examine(
         blame = guilty(job, heals)
     resident = max((report.resident_bytes for report in reports), default=0)
     peak = max((report.peak_bytes for report in reports), default=0)
-    names = tuple(f"{fault.name} ({fault.param})" for fault in faults)
+    names = tuple(map(str, faults))
     module = None if comparison is None else first_module(comparison)
     return Verdict(job, steps, shrunk.notes, names, comparison, failure, module, blame, resident, peak)
 
@@ -112,11 +113,14 @@ def attempt(
 
 
 def job_line(job: Job) -> str:
-    """The layout in a few words."""
-    layout, train = job.layout, job.train
+    """The layout and what else of the job is a policy, in a few words."""
+    layout, train, model = job.layout, job.train, job.model
     ranks = layout.dp_replicate * layout.dp_shard
-    microbatches = train.global_batch // (ranks * train.micro_batch)
-    return (
-        f"zero {layout.zero}, dp_replicate {layout.dp_replicate}, dp_shard {layout.dp_shard}, engine {layout.engine}, "
-        f"{microbatches} micro-batches, recompute {job.recompute.mode}, {job.precision.params}"
-    )
+    words = [f"zero {layout.zero}", f"dp_replicate {layout.dp_replicate}", f"dp_shard {layout.dp_shard}"]
+    cut = ", ".join(name for name in ("sequence_parallel", "keep_gathered") if getattr(layout, name))
+    words += [f"tp {layout.tp}" + (f" ({cut})" if cut else ""), f"engine {layout.engine}"]
+    words += [f"{train.global_batch // (ranks * train.micro_batch)} micro-batches", f"recompute {job.recompute.mode}"]
+    words += [f"activations on {job.offload.activations}"] if job.offload.activations != "none" else []
+    words += [f"{model.attention} attention"] if model.attention != "auto" else []
+    words += ["compiled"] if train.compile else []
+    return ", ".join([*words, job.precision.params])
