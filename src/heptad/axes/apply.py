@@ -27,7 +27,8 @@ from heptad.models.cut import Summed, cuts
 from heptad.models.spec import UnitSpec
 from heptad.precision.policy import Policy
 from heptad.recompute.offload import Mover
-from heptad.recompute.policy import check_moves, segments
+from heptad.recompute.policy import check_moves, chosen, segments
+from heptad.recompute.selective import drop_parts
 from heptad.schedule.action import Program, Segments, UnitUse, forward_only, gradient_accumulation
 from heptad.schedule.check import check
 from heptad.schedule.executor import Executor
@@ -112,6 +113,9 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
         seed, bucket_mb = job.train.seed, job.layout.bucket_mb
         engine = DataEngine(model, zero, shards, replicas, holders, policy, device, bucket_mb, seed)
     recompute = recomputed(job, model.unit_specs)
+    if job.recompute.mode == "selective":
+        kinds = [unit.kind for unit in model.unit_specs]
+        drop_parts(model, job.model, chosen("selective", job.recompute.layers, kinds))
     backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
     mover = Mover(model, device) if job.offload.activations == "cpu" else None
     executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger, mover)

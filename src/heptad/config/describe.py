@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from heptad.config.recompute import dropped
 from heptad.config.schema import Job
 from heptad.config.sizes import AXES, world
 from heptad.config.write import toml_value
@@ -30,6 +31,8 @@ def summary(job: Job, figures: Mapping[str, int]) -> str:
         total, trainable = figures["parameters"], figures["trainable_parameters"]
         frozen = f", {human_count(trainable)} trainable" if trainable != total else ""
         lines.append(f"parameters        {total:,} ({human_count(total)}{frozen})")
+    if job.recompute.mode != "none":
+        lines.append(f"recompute         {job.recompute.mode}: a block drops {dropped(job.recompute, job.model)}")
     lines += [f"[{name}]".ljust(18) + ", ".join(options) for name, options in _changed(job).items()]
     return "\n".join(lines)
 

@@ -48,6 +48,21 @@ def _segment(section: RecomputeSection, layers: int) -> Iterator[Problem]:
         yield Problem("recompute.segment", section.segment, rule, f"segment <= {longest}")
 
 
+def forms_scores(model: ModelSection) -> bool:
+    """Whether attention's scores exist as a tensor ("math"); flash attention never forms them."""
+    return model.attention == "math" or (model.attention == "auto" and model.attention_dropout > 0)
+
+
+def dropped(section: RecomputeSection, model: ModelSection) -> str:
+    """What a recomputed block does not keep, in words; "" under mode "none"."""
+    if section.mode == "none":
+        return ""
+    if section.mode == "full":
+        size = "" if section.segment == 1 else f" of every {segment_size(section, model.layers)}th block"
+        return f"everything but the input{size}"
+    return "attention's scores and probabilities" if forms_scores(model) else "the MLP's activation"
+
+
 def segment_size(section: RecomputeSection, layers: int) -> int:
     """Blocks of a segment: "sqrt" is the rounded root of the number of recomputed blocks."""
     if section.segment == "sqrt":

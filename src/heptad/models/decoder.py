@@ -26,7 +26,7 @@ from heptad.models.dropout import Dropout
 from heptad.models.init import materialise
 from heptad.models.layers import Embedding
 from heptad.models.loss import LossKernels, TokenLoss, whole_logits
-from heptad.models.parallel import RowLinear, TokenTable, columns
+from heptad.models.parallel import RowLinear, TokenTable, activated, columns
 from heptad.models.rotary import Rotary
 
 Segment = Callable[[Tensor, Batch], Tensor]
@@ -70,10 +70,12 @@ class Embed(nn.Module):
 class Mlp(nn.Module):
     """The stream -> the stream, its norm included, the residual not.
 
-    gated: down(act(gate x) · up x) (Shazeer, arXiv 2002.05202); plain: down(act(up x)).
+    gated: down(act(gate x) · up x) (Shazeer, arXiv 2002.05202); plain: down(act(up x)). reruns: gate and up are kept,
+    and the activation runs again in the backward.
     """
 
     stream: Stream = SINGLE  # a seam, as is the attribute `activate`
+    reruns: bool = False
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -89,6 +91,8 @@ class Mlp(nn.Module):
         """[B, L, D], or this rank's [n, D] of it, to the same."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         parts = columns(self.norm(x), linears, self.stream, batch.ids.numel())
+        if self.reruns:
+            return activated(self.down, self.activate, parts)
         out: Tensor = self.down(self.activate(*parts))
         return out
 

@@ -14,7 +14,7 @@ arXiv 2205.05198, §4.2.2 (the input gathered again). Read next: `mesh/regions.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -168,6 +168,59 @@ class _RowLinear(torch.autograd.Function):
         if wanted and ctx.sink is not None:
             module.write_weight_grads(ctx.saved_tensors, (dy,), ctx.sink)
         return dx, dy if wanted and ctx.sink is None else None, None, None
+
+
+class Activated:
+    """A `RowLinear` behind `activate`, which keeps what `activate` reads instead of its own input."""
+
+    tape: Tape | None = None
+
+    def __init__(self, linear: RowLinear, activate: Callable[..., Tensor]) -> None:
+        self.linear, self.activate = linear, activate
+
+    def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
+        """The linear's own; its input is made again."""
+        self.linear.write_weight_grads((self.activate(*saved),), dys, sink)
+
+
+def activated(linear: RowLinear, activate: Callable[..., Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """linear(activate(*parts)) -> the stream, keeping `parts` [..., I] alone.
+
+    The activation runs again in the backward: once for both gradients where that is whole, else once in I, once in W.
+    """
+    tape = linear.tape
+    if tape is None:
+        out: Tensor = linear(activate(*parts))
+        return out
+    link, module = None, Activated(linear, activate)
+    if trainable(linear.weight) or trainable(linear.bias):
+        shape = torch.Size((*parts[0].shape[:-1], linear.weight.shape[1]))
+        link = link_of(tape, module, tuple(parts), parts[0], shape)
+    out = _Activated.apply(link, module, tape.sink, *parts)
+    return out
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor | None, module: Activated, sink: GradSink | None, *parts: Tensor) -> Tensor:
+        ctx.module, ctx.sink, ctx.leading = module, sink, parts[0].shape[:-1]
+        ctx.save_for_backward(*parts)
+        return module.linear.stream.reduce(module.linear.partial(module.activate(*parts))).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        module, linear = ctx.module, ctx.module.linear
+        dy = linear.stream.gather(dy, ctx.leading.numel()).wait().reshape(*ctx.leading, -1)
+        wanted, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        leaves = [part.detach().requires_grad_(need) for part, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            inner = module.activate(*leaves)
+        wants = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(inner, wants, dy @ linear.weight.t()) if wants else ())
+        if wanted and ctx.sink is not None:
+            linear.write_weight_grads((inner.detach(),), (dy,), ctx.sink)
+        passed = dy if wanted and ctx.sink is None else None
+        return passed, None, None, *(next(found) if need else None for need in needed)
 
 
 class TokenTable(Embedding):
