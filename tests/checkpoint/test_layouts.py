@@ -18,6 +18,7 @@ from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.mesh.collectives import barrier
 from heptad.mesh.layout import Layout
+from heptad.models.hf import to_hf
 from heptad.models.spec import param_specs
 from heptad.train.state import restore
 from heptad.train.step import Trainer
@@ -156,6 +157,9 @@ def test_c_037_padded_rows_are_not_saved_and_any_degree_loads(tied: bool, tmp_pa
     assert len(tables) == (3 if tied else 6)
     for name in tables:
         assert shapes[name] == [11, 10] and flat[name].numel() == 110
+    state = to_hf(job.model, {item.name: flat[item.name].view(item.shape) for item in param_specs(job.model)})
+    assert state["model.embed_tokens.weight"].shape == (11, 10) and ("lm_head.weight" in state) is not tied
+    assert tied or state["lm_head.weight"].shape == (11, 10)
     for degree in (1, 2, 3, 4):
         other = adamw(tiny_job(WIDE | dict(tied=tied), tp=degree, zero=1))
         for loss in forked(degree, load_and_evaluate, other, path):

@@ -128,7 +128,10 @@ class DataEngine:
         grad, fresh = self._grad(param)
         if fresh:
             grad.zero_()
-        grad.index_add_(0, rows, values.to(grad.dtype))
+        if grad.is_cuda:  # index_add_ adds with atomics there: tensor ranks' copies of a table would part
+            grad.index_put_((rows,), values.to(grad.dtype), accumulate=True)
+        else:
+            grad.index_add_(0, rows, values.to(grad.dtype))
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         """See `models.taps.GradSink`."""
