@@ -103,6 +103,10 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
     mesh = Mesh(layout, rank, wanted_groups(zero), device)
     policy = Policy.of(job.precision, device.type)
     model = build(job) if model is None else model
+    if job.train.compile:
+        from heptad.models.compiled import compile_model  # torch's compiler takes seconds to load
+
+        compile_model(model.module, job.model.activation)
     if job.layout.engine == "fsdp2":
         from heptad.axes.data.fsdp2 import Fsdp2Engine  # a second of imports that only this engine needs
 

@@ -8,6 +8,7 @@ import typer
 
 from heptad.cli.job import Json, Sets, ready
 from heptad.errors import ConfigError
+from heptad.launch.environ import check_compiler
 
 
 def verify(
@@ -31,6 +32,7 @@ def verify(
     if job is None:
         raise ConfigError.of("JOB", None, "a job is named, except to list faults", "e.g. heptad verify debug")
     resolved = ready(job, sets)
+    check_compiler(resolved)
     from heptad.verify.run import verify as run
 
     raise typer.Exit(run(resolved, steps=steps, full=full, inject=faults, as_json=json))

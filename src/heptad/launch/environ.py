@@ -7,9 +7,12 @@ job is refused at once. Read next: `ranks.py` (device and process group), `local
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from heptad.config.schema import Job
 from heptad.errors import ConfigError
 from heptad.launch.failure import Diary
 
@@ -52,6 +55,16 @@ def check_world(info: RankInfo, world: int) -> None:
         rule = f"the layout has {world} ranks (the product of its degrees), but {info.world} were started (WORLD_SIZE)"
         fix = f"start {world} ranks, or change the layout; plain `heptad train` starts as many as the layout has"
         raise ConfigError.of("layout", f"{world} ranks", rule, fix)
+
+
+def check_compiler(job: Job, environ: Mapping[str, str] | None = None) -> None:
+    """Raises ConfigError where `train.compile` is on and the C++ compiler that a job on CPUs needs is not found."""
+    environ = os.environ if environ is None else environ
+    compiler = environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch.compile looks for it
+    if job.train.compile and shutil.which(compiler, path=environ.get("PATH", "")) is None:
+        rule = f"on CPUs torch.compile needs a C++ compiler, and {compiler} is not found"
+        fix = "install g++, or name another in the environment variable CXX; or compile = false"
+        raise ConfigError.of("train.compile", True, rule, fix)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

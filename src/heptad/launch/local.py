@@ -38,7 +38,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from heptad.config.schema import Job
 from heptad.errors import ConfigError
 from heptad.launch import failure
-from heptad.launch.environ import SPEAKS_AFTER_S, RankInfo, check_world, rank_info
+from heptad.launch.environ import SPEAKS_AFTER_S, RankInfo, check_compiler, check_world, rank_info
 from heptad.launch.watch import STOPPED, Guard, Watch, enter
 from heptad.mesh.layout import Layout
 
@@ -59,6 +59,8 @@ def train(job: Job, as_json: bool, ledger: bool, trace: bool, *, entry: str = EN
         world = Layout.of(job.layout).world
         if info.launched:
             check_world(info, world)
+        if _on_cpu(job):
+            check_compiler(job)
         call = (entry, job, as_json, ledger, trace)
         return _here(info, call) if info.launched or world == 1 else _ranks(world, call, port)
     except ConfigError as error:
@@ -66,6 +68,10 @@ def train(job: Job, as_json: bool, ledger: bool, trace: bool, *, entry: str = EN
             time.sleep(SPEAKS_AFTER_S)
         _say(str(error))
         return 2
+
+
+def _on_cpu(job: Job) -> bool:
+    return job.cluster.preset == "cpu" or not torch.cuda.is_available()
 
 
 def _run(info: RankInfo, call: tuple[Any, ...]) -> Any:
@@ -127,7 +133,7 @@ def _ranks(world: int, call: tuple[Any, ...], port: int) -> int:
 
 
 def _launch(world: int, call: tuple[Any, ...], port: int, folder: Path, guard: Guard) -> dict[int, str]:
-    fork = call[1].cluster.preset == "cpu" or not torch.cuda.is_available()
+    fork = _on_cpu(call[1])
     if fork:
         importlib.import_module(call[0].partition(":")[0])  # once, here, not once a rank
     config = LaunchConfig(

@@ -7,12 +7,19 @@ and running the forward again drops them again. Read next: `keyed.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from heptad.models.keyed import GOLDEN, key_of, mix_, wrapped
+
+
+def dropped(x: Tensor, left: Tensor, right: Tensor, threshold: int, factor: float) -> Tensor:
+    """factor · x where the hash of the int32 words `left ^ right` (x's shape) reaches `threshold`, else 0."""
+    kept = _finalise_(left ^ right) >= threshold
+    return torch.where(kept, x * factor, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +31,14 @@ class Dropout:
     site: str
     first_head: int = 0
     """Number, in the whole model, of the first head whose probabilities are given."""
+    drop: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = dropped
+    """A seam: what drops, given the words."""
 
     def features(self, x: Tensor, index: Tensor, step: int) -> Tensor:
         """x [..., D]; index [...] int64, the tokens' global numbers. Same shape and dtype."""
         columns = self._words(torch.arange(x.shape[-1], device=x.device), step, "column")
         rows = self._words(index, step, "row")
-        return self._drop(x, rows.unsqueeze(-1) ^ columns)
+        return self._drop(x, rows.unsqueeze(-1), columns)
 
     def attention(self, probabilities: Tensor, queries: Tensor, keys: Tensor, step: int) -> Tensor:
         """probabilities [B, H, Lq, Lk]; queries [B, Lq] and keys [B, Lk] int64, the tokens' global numbers."""
@@ -37,17 +46,15 @@ class Dropout:
         heads = self._words(torch.arange(first, first + number, device=probabilities.device), step, "head")
         pairs = self._words(queries, step, "query").unsqueeze(-1) ^ self._words(keys, step, "key").unsqueeze(-2)
         pairs = _finalise_(pairs)  # twice, or (q, k) and (q', k') with equal xor would agree in every head
-        return self._drop(probabilities, pairs.unsqueeze(1) ^ heads.view(1, -1, 1, 1))
+        return self._drop(probabilities, pairs.unsqueeze(1), heads.view(1, -1, 1, 1))
 
     def _words(self, index: Tensor, step: int, what: str) -> Tensor:
         """int32 words keyed by (seed, site, what, step, index)."""
         key = wrapped(key_of(self.seed, f"{self.site}/{what}") + step * GOLDEN)
         return (mix_(index * GOLDEN + key) >> 32).to(torch.int32)
 
-    def _drop(self, x: Tensor, words: Tensor) -> Tensor:
-        threshold = round(self.rate * 2**32) - 2**31
-        kept = _finalise_(words) >= threshold
-        return torch.where(kept, x * (1 / (1 - self.rate)), 0)
+    def _drop(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return self.drop(x, left, right, round(self.rate * 2**32) - 2**31, 1 / (1 - self.rate))
 
 
 def _finalise_(x: Tensor) -> Tensor:
