@@ -179,15 +179,23 @@ class Judge:
     def outputs(self, reports: Sequence[RankReport]) -> None:
         """Fingerprints of the units' outputs, micro-batch by micro-batch, in the global order."""
         names = [unit.name for unit in self.reference.model.unit_specs]
-        bound = self.bound if not self.bf16 else 4 * BF16_ROUNDING
         worst = [0.0] * len(names)
         for data_rank, marks in _whole_marks(reports, self.step, self.reference.job.layout.sequence_parallel):
             for at, units in enumerate(marks):
                 right = self.right.outputs[data_rank * len(marks) + at]
                 for unit, (a, b) in enumerate(zip(units, right, strict=True)):
                     worst[unit] = max(worst[unit], _relative(a, b))
-        for name, error in zip(names, worst, strict=True):
-            self._add("output", name, error, bound)
+        for unit, (name, error) in enumerate(zip(names, worst, strict=True)):
+            self._add("output", name, error, self._output_bound(unit))
+
+    def _output_bound(self, unit: int) -> float:
+        """A square doubles an error, so in bf16 two roundings are granted where gradients get one."""
+        if not self.bf16:
+            return self.bound
+        right = self.right.outputs
+        same = [other.outputs for other in self.others if len(other.outputs) == len(right)]
+        spread = max(_relative(a[unit], b[unit]) for other in same for a, b in zip(other, right, strict=True))
+        return BF16_FACTOR * max(spread, 2 * BF16_ROUNDING)
 
     def loss(self, reports: Sequence[RankReport]) -> float:
         """The loss every rank reports."""

@@ -40,7 +40,8 @@ class WholeOptimizer:
             elif kind == "sgd":
                 self._sgd(spec.name, master, grad, lr, decay)
             else:
-                self._muon(spec.name, master, grad, lr, decay)
+                turned = spec.input_first  # the matrix is (out, in), however it is stored
+                self._muon(spec.name, master.T if turned else master, grad.T if turned else grad, lr, decay)
 
     def _moments(self, name: str, like: Tensor, number: int) -> list[Tensor]:
         return self.state.setdefault(name, [torch.zeros_like(like) for _ in range(number)])
