@@ -1,0 +1,231 @@
+"""A pipeline schedule in time: when each rank runs each action, how long it idles, what is alive. Exact, no torch.
+
+There are no time steps: an action starts at the latest of its rank's last end and its input's arrival, so ranks are
+followed one after the other, each as far as its inputs are known, and a rank that waits is taken up again by what it
+waits for. If all wait, that is a deadlock, and it is named. A send is posted when its action ends and the rank goes on;
+`rendezvous.py` is the other extreme.
+
+A pair starts its forward when the forward's input is there, sends its output, then waits for the gradient. Of the time
+that running together hides, it gets the share of its forward that ran after the gradient was there. As one block
+(`PairMode.BLOCK`, what the papers' formulas assume) it waits for both, and both outputs leave at its end.
+Read next: `times.py`, `lines.py`, `report/pipeline.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from heptad.schedule.pipeline import Schedule
+from heptad.simulate.deadlock import Wait, deadlock
+from heptad.simulate.lines import PAIR_B, PAIR_F, PAIR_I, Lines, encode
+from heptad.simulate.rendezvous import Rendezvous
+from heptad.simulate.times import Links, Times
+from heptad.trace import Event
+
+NOT_YET = -1.0
+
+
+class PairMode(enum.Enum):
+    """When the forward of an overlapped pair starts."""
+
+    EARLY = "early"
+    """When its own input is there; the backward follows when the gradient is."""
+    BLOCK = "block"
+    """When both inputs are there."""
+
+
+class SendMode(enum.Enum):
+    """What a send asks of the rank that sends."""
+
+    POSTED = "posted"
+    """Nothing: it travels while the rank computes."""
+    RENDEZVOUS = "rendezvous"
+    """To wait until the receiver stands before the action that needs it."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result; times in the unit of `Times`. `starts[rank]`, `ends[rank]`: of each entry of `lines.codes[rank]`."""
+
+    schedule: Schedule
+    lines: Lines
+    starts: tuple[array[float], ...]
+    ends: tuple[array[float], ...]
+    sent: tuple[tuple[int, int, float, float], ...]
+    """(rank, code of what made it, start, end) of every message, where messages take time."""
+
+    @cached_property
+    def makespan(self) -> float:
+        """From 0 to the end of the last action."""
+        return max(max(row) for row in self.ends if row)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """For each rank: the makespan without the time it computes."""
+        return tuple(self.makespan - self._busy(rank) for rank in range(self.schedule.num_ranks))
+
+    @property
+    def idle_fraction(self) -> float:
+        """Idle time of all ranks ÷ (ranks × makespan)."""
+        return sum(self.idle) / (len(self.idle) * self.makespan)
+
+    @property
+    def peak_live(self) -> tuple[int, ...]:
+        """For each rank: most forwards of which B or W is still to come; a chunk counts as one, so it weighs 1/V."""
+        return self.lines.peak_live
+
+    def events(self) -> Iterator[Event]:
+        """Computation by rank in order, then messages. A pair is one event named as in the text form, unless its
+        backward had to wait: then its sides are two."""
+        for rank, codes in enumerate(self.lines.codes):
+            starts, ends = self.starts[rank], self.ends[rank]
+            for at, code in enumerate(codes):
+                if code & 7 == PAIR_F and starts[at + 1] <= ends[at]:
+                    name = f"{self.lines.name(code)}&{self.lines.name(codes[at + 1])}"
+                    yield Event(rank, "compute", name, starts[at], ends[at + 1])
+                elif not (code & 7 in (PAIR_B, PAIR_I) and starts[at] <= ends[at - 1]):
+                    yield Event(rank, "compute", self.lines.name(code), starts[at], ends[at])
+        for rank, code, start, end in self.sent:
+            yield Event(rank, "send", f"send {self.lines.name(code)}", start, end)
+
+    def _busy(self, rank: int) -> float:
+        starts, ends, codes = self.starts[rank], self.ends[rank], self.lines.codes[rank]
+        busy = sum(ends) - sum(starts)
+        for at, code in enumerate(codes):
+            if code & 7 == PAIR_F and starts[at + 1] < ends[at]:  # as one block: both sides have the pair's time
+                busy -= ends[at] - starts[at]
+        return busy
+
+
+def simulate(
+    schedule: Schedule,
+    times: Times,
+    links: Links | None = None,
+    pairs: PairMode = PairMode.EARLY,
+    sends: SendMode = SendMode.POSTED,
+) -> Simulation:
+    """Run `schedule` in time; messages take none unless `links` says so. ConfigError names a deadlock."""
+    links = links or Links.uniform(schedule.num_stages)
+    assert times.num_stages == schedule.num_stages == len(links.transfer_s) + 1, "one time for each stage"
+    lines = encode(schedule)
+    run: _Posted | Rendezvous
+    if sends is SendMode.RENDEZVOUS:
+        run = Rendezvous(schedule, lines, times, links)
+    else:
+        run = _Posted(schedule, lines, times, links, block=pairs is PairMode.BLOCK)
+    run.all()
+    return Simulation(schedule, lines, tuple(run.starts), tuple(run.ends), tuple(run.sent))
+
+
+class _Posted:
+    """The state of a run with posted sends."""
+
+    def __init__(self, schedule: Schedule, lines: Lines, times: Times, links: Links, block: bool) -> None:
+        ranks, per_stage = schedule.num_ranks, schedule.num_microbatches
+        self.schedule, self.lines, self.times, self.links, self.block = schedule, lines, times, links, block
+        here, others = array("d", [0.0]) * per_stage, array("d", [NOT_YET]) * (len(lines.owner) - per_stage)
+        self.input_there = here + others
+        """By slot: when the forward's input is on its rank."""
+        self.grad_there = others + here
+        """By slot: when the backward's gradient is; the last stage makes its own."""
+        self.starts = [array("d") for _ in range(ranks)]
+        self.ends = [array("d") for _ in range(ranks)]
+        self.parked = [-1] * ranks
+        """By rank: 2 * slot of the input, or 2 * slot + 1 of the gradient, that it waits for."""
+        self.ready = deque(range(ranks))
+        self.link_free: dict[int, float] = {}
+        self.sent: list[tuple[int, int, float, float]] = []
+        durations = (times.forward_s, times.backward_s, times.input_grad_s, times.weight_grad_s)
+        self.durations = (*durations, durations[0], durations[1], durations[2])
+
+    def all(self) -> None:
+        """Every rank to its end."""
+        lines = [self._line(rank) for rank in range(self.schedule.num_ranks)]
+        while self.ready:
+            next(lines[self.ready.popleft()], None)
+        stuck = {rank: self._wait(rank, key) for rank, key in enumerate(self.parked) if key >= 0}
+        if stuck:
+            raise deadlock(self.schedule, stuck)
+
+    def _line(self, rank: int) -> Iterator[None]:
+        """Run the line of `rank`; yields where it waits. The hot loop: once an action."""
+        codes, per_stage, durations, block = (
+            self.lines.codes[rank],
+            self.lines.num_microbatches,
+            self.durations,
+            self.block,
+        )
+        input_there, grad_there, owner, parked = self.input_there, self.grad_there, self.lines.owner, self.parked
+        starts, ends, ready = self.starts[rank], self.ends[rank], self.ready
+        last, hidden, free = len(owner) - per_stage, self.times.hidden_s, self.links.free
+        now = 0.0
+        for at, code in enumerate(codes):
+            slot, number = code >> 3, code & 7
+            if number == 3:  # W needs nothing from elsewhere
+                starts.append(now)
+                now += durations[3][slot // per_stage]
+                ends.append(now)
+                continue
+            forward = number & 3 == 0
+            there = input_there[slot] if forward else grad_there[slot]
+            if there < 0.0:
+                parked[rank] = 2 * slot if forward else 2 * slot + 1
+                yield
+                there = input_there[slot] if forward else grad_there[slot]
+            start = there if there > now else now
+            if number < 4 or not block:
+                now = start + durations[number][slot // per_stage]
+                if hidden and number > 4:
+                    now -= hidden * self._together(ends[-1] - starts[-1], ends[-1], there)
+            elif number == 4:
+                other = codes[at + 1]
+                if grad_there[other >> 3] < 0.0:
+                    parked[rank] = 2 * (other >> 3) + 1
+                    yield
+                start = max(start, grad_there[other >> 3])
+                now = start + durations[4][slot // per_stage] + durations[other & 7][(other >> 3) // per_stage] - hidden
+            else:
+                start = starts[-1]
+            starts.append(start)
+            ends.append(now)
+            if forward:
+                target = slot + per_stage
+                if slot >= last:
+                    continue
+                there_of, key = input_there, 2 * target
+            else:
+                target = slot - per_stage
+                if target < 0:
+                    continue
+                there_of, key = grad_there, 2 * target + 1
+            receiver = owner[target]
+            there_of[target] = now if free or receiver == rank else self._send(rank, receiver, code, now)
+            if receiver >= 0 and parked[receiver] == key:
+                parked[receiver] = -1
+                ready.append(receiver)
+
+    @staticmethod
+    def _together(forward_s: float, forward_end: float, gradient: float) -> float:
+        """Share of a pair's forward that ran after the gradient was there."""
+        return min(1.0, max(0.0, (forward_end - gradient) / forward_s)) if forward_s else 0.0
+
+    def _send(self, rank: int, receiver: int, code: int, now: float) -> float:
+        """Arrival of what `code` made, sent at `now` over the link from `rank` to `receiver`."""
+        stage = (code >> 3) // self.lines.num_microbatches
+        key = rank * self.schedule.num_ranks + receiver
+        start = max(now, self.link_free.get(key, 0.0))
+        left = start + self.links.transfer_s[stage if code & 3 == 0 else stage - 1]
+        self.link_free[key] = left
+        self.sent.append((rank, code, start, left + self.links.latency_s))
+        return left + self.links.latency_s
+
+    def _wait(self, rank: int, key: int) -> Wait:
+        slot, gradient = divmod(key, 2)
+        source = slot + (self.lines.num_microbatches if gradient else -self.lines.num_microbatches)
+        action = self.lines.name(self.lines.codes[rank][len(self.starts[rank])])
+        return Wait(action, self.lines.side(source, bool(gradient)), self.lines.owner[source])
