@@ -26,7 +26,11 @@ MODES: dict[str, dict[str, Any]] = {
     "sqrt": {"mode": "full", "segment": "sqrt"},
     "segments of 4": {"mode": "full", "segment": 4},
 }
-LAYOUTS: dict[str, dict[str, Any]] = {"one rank": {}, "zero-3 2": {"zero": 3, "dp_shard": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "zero-3 2": {"zero": 3, "dp_shard": 2},
+    "tensor 2, cut stream": {"tp": 2, "sequence_parallel": True},
+}
 
 
 def job_of(recompute: dict[str, Any], offload: str = "none", layers: int = 5, batch: int = 2, **layout: Any) -> Job:
@@ -84,7 +88,7 @@ def halves(program: Program) -> Program:
 def test_c_022_recompute_and_offload_change_no_bit(name: str) -> None:
     """Every mode, with and without offload, with the backward whole and split: loss, gradients, weights, traffic."""
     layout = LAYOUTS[name]
-    ranks = layout.get("dp_shard", 1)
+    ranks = layout.get("dp_shard", 1) * layout.get("tp", 1)
     plain = forked(ranks, step, job_of({}, **layout))
     for mode, recompute in MODES.items():
         both = [("none", True), ("cpu", False)] if mode == "segments of 2" else []
