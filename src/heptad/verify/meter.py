@@ -34,6 +34,11 @@ class MemoryMeter(TorchDispatchMode):
         """False: guarding this mode against torch's compiler would load the compiler, seconds on each rank."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code runs as it is under this mode, which sees what goes in and comes out."""
+        return True
+
     def current_bytes(self) -> int:
         """Bytes of the watched storages that are alive now, at their size of now."""
         total = 0
