@@ -121,78 +121,95 @@ def _first_above(schedule: Schedule, rank: int, bound: int) -> int:
 class Run:
     """The schedule run in unit slots, each rank as soon as its next action may.
 
-    starts[rank]: the slot at which each action that ran started; waits[rank]: the (action, "forward" | "backward" |
-    "own forward" | "input gradient") that a rank which did not finish waits for.
+    starts[rank]: the slot at which each action that ran started. waits[rank]: for each rank that did not finish, the
+    result that is missing (B stands for a backward of either form).
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.count = schedule, schedule.num_microbatches
         size = schedule.num_stages * self.count
         self._forward, self._backward = [0] * size, [0] * size  # slot at which it ended; 0: not yet
-        self._weights = bytearray(size)
         self.starts: list[list[int]] = [[] for _ in schedule.lines]
-        self.waits: dict[int, StageAction] = {}
         self._sleepers: dict[int, list[int]] = {}  # key of a missing result -> ranks
-        ready = list(range(schedule.num_ranks - 1, -1, -1))
-        self._ready = ready
+        self._ready = list(range(schedule.num_ranks))[::-1]
         clocks = [0] * schedule.num_ranks
-        while ready:
-            rank = ready.pop()
+        while self._ready:
+            rank = self._ready.pop()
             clocks[rank] = self._advance(rank, clocks[rank])
         self.end = max(clocks)
+        self.waits = {rank: self._result(key) for key, ranks in self._sleepers.items() for rank in ranks}
 
     def _advance(self, rank: int, clock: int) -> int:
         """Run the rank until it waits or has finished; its clock."""
         line, starts, count = self.schedule.lines[rank], self.starts[rank], self.count
         forward, backward, sleepers = self._forward, self._backward, self._sleepers
-        top, size = (self.schedule.num_stages - 1) * count, len(self._forward)
-        for step in line[len(starts) :]:
+        size = len(forward)
+        top, forward_kind, weight_kind, whole = size - count, Kind.FORWARD, Kind.WEIGHT_GRAD, Kind.BACKWARD
+        for position in range(len(starts), len(line)):
+            step = line[position]
             if isinstance(step, Pair):
-                parts: tuple[StageAction, ...] = (step.forward, step.backward)
-            else:
-                parts = (step,)
-            start, slots = clock, 0
-            for action in parts:
-                key, kind = action.stage * count + action.microbatch, action.kind
-                missing = -1
-                if kind is Kind.FORWARD:
-                    slots += 1
-                    if key >= count:
-                        start = max(start, forward[key - count])
-                        missing = -1 if forward[key - count] else key - count
-                elif kind is Kind.WEIGHT_GRAD:
-                    slots += 1
-                    missing = -1 if backward[key] else size + key
-                else:
-                    slots += SLOTS[kind]
-                    if not forward[key]:
-                        missing = key
-                    elif key < top:
-                        start = max(start, backward[key + count])
-                        missing = -1 if backward[key + count] else size + key + count
-                if missing >= 0:
-                    sleepers.setdefault(missing, []).append(rank)
-                    self.waits[rank] = self._action(missing)
+                keys = self._pair(step, clock, rank)
+                if not keys:
                     return clock
-            clock = start + slots
-            starts.append(start)
-            for action in parts:
-                key = action.stage * count + action.microbatch
-                if action.kind is Kind.FORWARD:
-                    forward[key] = clock
-                elif action.kind is Kind.WEIGHT_GRAD:
-                    continue
-                else:
-                    backward[key] = clock
-                    key += size
-                if key in sleepers:
-                    self._ready += sleepers.pop(key)
-        self.waits.pop(rank, None)
+                clock = backward[keys[1]]
+                for key in (keys[0], keys[1] + size):
+                    if key in sleepers:
+                        self._ready += sleepers.pop(key)
+                continue
+            key, kind = step.stage * count + step.microbatch, step.kind
+            needed = -1
+            if kind is forward_kind:
+                if key >= count and (at := forward[key - count]) > clock:
+                    clock = at
+                elif key >= count and not at:
+                    needed = key - count
+            elif kind is weight_kind:
+                if not backward[key]:
+                    needed = key + size
+            elif not forward[key]:
+                needed = key
+            elif key < top and (at := backward[key + count]) > clock:
+                clock = at
+            elif key < top and not at:
+                needed = key + count + size
+            if needed >= 0:
+                sleepers.setdefault(needed, []).append(rank)
+                return clock
+            starts.append(clock)
+            clock += 2 if kind is whole else 1
+            if kind is forward_kind:
+                forward[key] = clock
+            elif kind is not weight_kind:
+                backward[key] = clock
+                key += size
+            else:
+                continue
+            if key in sleepers:
+                self._ready += sleepers.pop(key)
         return clock
 
-    def _action(self, missing: int) -> StageAction:
-        kind = Kind.FORWARD if missing < len(self._forward) else Kind.BACKWARD
-        stage, microbatch = divmod(missing % len(self._forward), self.count)
+    def _pair(self, pair: Pair, clock: int, rank: int) -> tuple[int, int] | None:
+        """Run a pair as one block: the keys of its two halves, or None if it has to wait."""
+        count, forward, backward = self.count, self._forward, self._backward
+        up, down = (half.stage * count + half.microbatch for half in (pair.forward, pair.backward))
+        if up >= count and not forward[up - count]:
+            needed = up - count
+        elif not forward[down]:
+            needed = down
+        elif down + count < len(forward) and not backward[down + count]:
+            needed = down + count + len(forward)
+        else:
+            start = max(clock, forward[up - count] if up >= count else 0)
+            start = max(start, backward[down + count] if down + count < len(forward) else 0)
+            self.starts[rank].append(start)
+            forward[up] = backward[down] = start + slots_of(pair)
+            return up, down
+        self._sleepers.setdefault(needed, []).append(rank)
+        return None
+
+    def _result(self, key: int) -> StageAction:
+        kind = Kind.FORWARD if key < len(self._forward) else Kind.BACKWARD
+        stage, microbatch = divmod(key % len(self._forward), self.count)
         return StageAction(stage, kind, microbatch)
 
 
@@ -216,7 +233,9 @@ def _refuse_waiting(schedule: Schedule, run: Run) -> None:
 
 def slots_of(step: Step) -> int:
     """Unit slots: F, I and W one, B two, a pair both."""
-    return sum(SLOTS[action.kind] for action in singles((step,)))
+    if isinstance(step, Pair):
+        return SLOTS[step.forward.kind] + SLOTS[step.backward.kind]
+    return SLOTS[step.kind]
 
 
 def grid(schedule: Schedule, cells: Sequence[tuple[int, int]] = ()) -> str:
