@@ -44,6 +44,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "recompute",
         "blocks.1.",
     ),
+    "stale_dropout-selective": (
+        "stale_dropout",
+        dict(layout=CUT, model=dict(attention_dropout=0.1), recompute=dict(mode="selective")),
+        "recompute",
+        "blocks.1.attention",
+    ),
 }
 """Fault, job, guilty axis, how the first differing module's name begins or what it holds."""
 
@@ -53,7 +59,8 @@ def job_of(case: str, **options: Any) -> Any:
 
 
 def examined(case: str, **options: Any) -> Verdict:
-    return examine(Shrunk(job_of(case, **options), ()), 2, (CASES[case][0],))
+    fault = CASES[case][0]
+    return examine(Shrunk(job_of(case, **options), ()), 2 if TENSOR[fault].second else 1, (fault,))
 
 
 def test_every_kind_has_a_case() -> None:
@@ -99,6 +106,7 @@ def test_a_fault_is_named_on_four_ranks_and_beside_the_data_axis(case: str, zero
         ("shard_dropout", dict(layout=CUT), "no cut stream is dropped"),
         ("stale_dropout", dict(model=dict(dropout=0.1)), "nothing is recomputed"),
         ("stale_dropout", dict(recompute=dict(mode="full")), "nothing is dropped"),
+        ("stale_dropout", dict(model=dict(dropout=0.1), recompute=dict(mode="selective")), "no dropout again but"),
         ("norm_not_sumed", {}, "did you mean 'norm_not_summed'"),
     ],
 )

@@ -42,7 +42,12 @@ def _one(word: str, job: Job, steps: int) -> Fault:
     if not isinstance(home, str) and aims is not None and not targets:
         home = "every parameter that would show it is frozen (model.frozen)"
     if isinstance(home, str):
-        raise ConfigError.of("--inject", word, f"the fault cannot exist in this job: {home}", "choose another job")
+        raise ConfigError.of(
+            "--inject",
+            word,
+            f"the fault cannot exist in this job: {home}",
+            "set what stands in brackets, or choose another fault",
+        )
     if KINDS[kind].second and steps < 2:
         raise ConfigError.of("--inject", word, "it shows from the second step on", "--steps 2")
     if aim not in ("", "random"):
