@@ -122,6 +122,19 @@ def whole_step(effort: Effort) -> list[Row]:
     return [row_of("whole train step ÷ hand-written loop, 1 rank", found, 1.03)]
 
 
+def _against_eager(rank: int, size: Size) -> list[Contender]:
+    eager = job_of(size, 1, 0)
+    compiled = eager.model_copy(update={"train": eager.train.model_copy(update={"compile": True})})
+    return [Ours(size, rank, compiled, "compiled"), Ours(size, rank, eager, "eager")]
+
+
+def compilation(effort: Effort) -> list[Row]:
+    """The whole train step with `train.compile` against without, 1 rank."""
+    found = ratio(launches(1, MAIN, _against_eager, effort), "compiled", ["eager"])
+    note = "RMSNorm, the gated activation and the loss's exponentials are what it makes faster"
+    return [row_of("step with train.compile ÷ step without, 1 rank", found, None, note=note)]
+
+
 class _Gradients:
     """Forward and backward alone: the executor's program without update, or one `loss.backward()`."""
 

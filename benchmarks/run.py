@@ -35,6 +35,7 @@ LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "tensor-memory": tensor.memory,
     "loss-memory": tensor.loss_memory,
     "whole-step": lines.whole_step,
+    "compile": lines.compilation,
     "executor": lines.executor,
     "start-up": lines.start_up,
 }
