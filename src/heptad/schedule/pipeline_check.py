@@ -222,13 +222,28 @@ def _refuse_waiting(schedule: Schedule, run: Run) -> None:
             if action.kind in kinds and (action.stage, action.microbatch) == (needed.stage, needed.microbatch):
                 rule = f"{schedule.lines[rank][at]} needs {action}, which rank {rank} runs later, or in the same pair"
                 raise BrokenSchedule(schedule, [(rank, at)], rule)
-    waits = [
-        f"rank {rank} at {schedule.lines[rank][len(run.starts[rank])]} for {needed}"
-        for rank, needed in sorted(run.waits.items())
-    ]
+    circle = _circle(schedule, run)
+    waits = [f"rank {rank} at {schedule.lines[rank][len(run.starts[rank])]} for {run.waits[rank]}" for rank in circle]
     shown = ", ".join(waits[:4]) + (f" and {len(waits) - 4} more" if len(waits) > 4 else "")
-    cells = [(rank, len(run.starts[rank])) for rank in sorted(run.waits)]
-    raise BrokenSchedule(schedule, cells, f"deadlock: {shown}")
+    raise BrokenSchedule(schedule, [(rank, len(run.starts[rank])) for rank in circle], f"deadlock: {shown}")
+
+
+def _circle(schedule: Schedule, run: Run) -> list[int]:
+    """The ranks that wait for one another, from the lowest on; ranks that only wait for those are not among them."""
+    runs: dict[tuple[int, int, bool], int] = {}
+    for rank in run.waits:
+        for action in singles(schedule.lines[rank][len(run.starts[rank]) :]):
+            if action.kind is not Kind.WEIGHT_GRAD:
+                runs[action.stage, action.microbatch, action.kind is Kind.FORWARD] = rank
+    waits_for = {
+        rank: runs[needed.stage, needed.microbatch, needed.kind is Kind.FORWARD] for rank, needed in run.waits.items()
+    }
+    walked = [min(waits_for)]
+    while (rank := waits_for[walked[-1]]) not in walked:
+        walked.append(rank)
+    circle = walked[walked.index(rank) :]
+    lowest = circle.index(min(circle))
+    return circle[lowest:] + circle[:lowest]
 
 
 def slots_of(step: Step) -> int:
@@ -243,7 +258,9 @@ def grid(schedule: Schedule, cells: Sequence[tuple[int, int]] = ()) -> str:
 
     An action stands in the slot where it starts and runs on as `-`; `.` is idle. What never runs follows behind.
     """
-    run, marked = Run(schedule), set(cells)
+    every = [action for line in schedule.lines for action in singles(line)]
+    stages, microbatches = (1 + max((getattr(a, of) for a in every), default=0) for of in ("stage", "microbatch"))
+    run, marked = Run(Schedule(schedule.name, stages, microbatches, schedule.lines)), set(cells)
     rows: list[dict[int, str]] = []
     where: dict[tuple[int, int], int] = {}
     for rank, line in enumerate(schedule.lines):

@@ -87,38 +87,38 @@ def claimed_live(name: str, num_ranks: int, chunks: int | None, num_microbatches
 
 def problems(name: str, num_ranks: int, chunks: int | None, num_microbatches: int) -> Iterator[Problem]:
     """Everything that keeps `name` from working with these numbers, each with the nearest numbers that work."""
-    for field, value in (("layout.pp", num_ranks), ("layout.vpp", chunks or 1), ("microbatches", num_microbatches)):
-        if value < 1:
+    for field, value in (("layout.pp", num_ranks), ("layout.vpp", chunks), ("microbatches", num_microbatches)):
+        if value is not None and value < 1:
             yield Problem(field, value, "at least one", f"{field} = 1")
-    if name.startswith(FILE) or min(num_ranks, chunks or 1, num_microbatches) < 1:
+    if name.startswith(FILE) or min(num_ranks, 1 if chunks is None else chunks, num_microbatches) < 1:
         return
     generator = GENERATORS.get(name)
     if generator is None:
         close = nearest(name, GENERATORS)
-        fix = f'"{close}"' if close else "one of them"
-        yield Problem("layout.schedule", name, f"one of {', '.join(GENERATORS)}, or {FILE}path", f"schedule = {fix}")
+        fix = f'schedule = "{close}"' if close else "one of these names"
+        yield Problem("layout.schedule", name, f"one of {', '.join(GENERATORS)}, or {FILE}path", fix)
         return
     if chunks is not None and chunks != generator.chunks and not generator.any_chunks:
         yield Problem("layout.vpp", chunks, _why_chunks(name, generator), _fix_chunks(name, generator, chunks))
+    usable = num_ranks
     if generator.even and num_ranks % 2:
-        rule = f"{name} pairs rank r with rank P-1-r, so pp is even"
-        yield Problem("layout.pp", num_ranks, rule, f"pp = {num_ranks - 1 or 2} or {num_ranks + 1}")
-    yield from _microbatches(name, generator, num_ranks, num_microbatches)
+        usable, above = max(2, num_ranks - 1), num_ranks + 1
+        enough = "" if num_microbatches >= generator.least * above else f" with {generator.least * above} micro-batches"
+        fix = f"pp = {usable}" if num_ranks == 1 else f"pp = {usable}, or {above}{enough}"
+        yield Problem("layout.pp", num_ranks, f"{name} pairs rank r with rank P-1-r, so pp is even", fix)
+    yield from _microbatches(name, generator, usable, num_microbatches)
 
 
 def _microbatches(name: str, generator: Generator, num_ranks: int, num_microbatches: int) -> Iterator[Problem]:
-    least = generator.least * (num_ranks + num_ranks % 2 if generator.even else num_ranks)
-    how = "micro-batches = train.global_batch / (train.micro_batch × data ranks)"
+    least = generator.least * num_ranks
+    how = "there are train.global_batch / (train.micro_batch × data ranks)"
     if num_microbatches < least:
         rule = (
             f"{name} needs {generator.least} micro-batches a rank: at least {generator.least} × {num_ranks} = {least}"
         )
-        if generator.even and num_ranks % 2:
-            rule = f"{name} needs {generator.least} micro-batches a rank: at least {least} with the next even pp"
-        fix = f'{least} or more, or schedule = "1f1b", which takes any; {how}'
-        yield Problem("microbatches", num_microbatches, rule, fix)
+        yield Problem("microbatches", num_microbatches, rule, f'{least}, or schedule = "1f1b", which takes any; {how}')
     elif generator.even and num_microbatches % 2:
-        near = f"{num_microbatches - 1} or {num_microbatches + 1}" if num_microbatches > least else f"{least}"
+        near = f"{num_microbatches - 1} or {num_microbatches + 1}"
         rule = f"{name} sends half of the micro-batches from each end, so their number is even"
         yield Problem("microbatches", num_microbatches, rule, f"{near}; {how}")
 
