@@ -23,8 +23,9 @@ KINDS: dict[str, tuple[str, Paint]] = {
     "F": ("forward", Paint("#4c8ed9", "#4187d6")),
     "C": ("recompute", Paint("#9fc4ee", "#2b5c94")),
     "B": ("backward", Paint("#3f9d60", "#3c9a5f")),
-    "I": ("input gradient", Paint("#3f9d60", "#3c9a5f")),
-    "W": ("weight gradient", Paint("#9ad0a4", "#2c6b45")),
+    "I": ("input gradient", Paint("#1f9aa6", "#1b8793")),
+    "W": ("weight gradient", Paint("#8a9a1f", "#7c8a1e")),
+    "pair": ("pair, overlapped", Paint("#4778a8", "#3f6f9f")),
     "U": ("update", Paint("#8a5fc7", "#9a72d6")),
     "G": ("gather", Paint("#e0913a", "#d98a35")),
     "R": ("reduce", Paint("#cf5f52", "#d2665a")),
@@ -66,6 +67,8 @@ def timeline_svg(events: Sequence[Event], title: str) -> str:
 
 def kind_of(name: str) -> str:
     """Key of KINDS for an action's text form; a wait (`2g1`) has the colour of what it waits for."""
+    if "&" in name:
+        return "pair"
     found = re.fullmatch(r"\d*([A-Za-z])\d*(?: …)?", name)
     kind = found[1].upper() if found else ALIASES.get(re.split(r"[^a-z]", name, maxsplit=1)[0], "other")
     return kind if kind in KINDS else "other"
@@ -132,7 +135,7 @@ def _legend(kinds: Sequence[str]) -> list[str]:
     body, x = [], float(LEFT)
     for kind in kinds:
         name, _ = KINDS[kind]
-        label = name if kind == "other" else f"{kind} {name}"
+        label = name if len(kind) > 1 else f"{kind} {name}"
         body.append(f'<rect class="k-{kind}" x="{x:.2f}" y="41" width="12" height="12" rx="2"/>')
         body.append(text(x + 18, 51.5, label, "soft"))
         x += 18 + text_width(label) + 14

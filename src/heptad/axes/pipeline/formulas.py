@@ -65,9 +65,9 @@ def _one_chunk_or_full(num_ranks: int, chunks: int, num_microbatches: int, _: Ch
 
 
 FORMULAS = {
-    "naive": Formula("(P-1)MV(F+B)", "always", lambda p, v, m, at: (p - 1) * m * v * (at.f + at.b), _always),
+    "naive": Formula("(P-1)MV(F+B)", "any numbers", lambda p, v, m, at: (p - 1) * m * v * (at.f + at.b), _always),
     "gpipe": Formula("(P-1)(F+B)", "M >= P, or V = 1", _one_f_one_b, _one_chunk_or_full),
-    "1f1b": Formula("(P-1)(F+B)", "always", _one_f_one_b, _always),
+    "1f1b": Formula("(P-1)(F+B)", "any numbers", _one_f_one_b, _always),
     "interleaved": Formula("(P-1)(F+B)", "M >= P, or V = 1", _one_f_one_b, _one_chunk_or_full),
     "pipedream": Formula("(P-1)(F+B)", "a run of M, filled and drained once", _one_f_one_b, _always),
     "zbh1": Formula(

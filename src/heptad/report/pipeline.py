@@ -1,0 +1,303 @@
+"""The picture of a pipeline schedule, as in the papers: a row for each rank, a box for each action, idle time hatched.
+
+A box carries its micro-batch; the colour is the kind of action, the fainter shade the rank's second stage (another
+chunk, or DualPipe's other direction). The two sides of an overlapped pair lie one above the other. Below the rows: how
+many activations each rank holds over time. Several panels share one time axis. Simulated and measured events look the
+same, as long as their names are stage actions (`2F0`, `0F4&7B1`). No torch. Read next: `svg.py`, `timeline.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from heptad.report.svg import Paint, document, line, text, text_width, tick_labels, ticks
+from heptad.report.timeline import KINDS
+from heptad.schedule.pipeline import Pair, StageAction, parse_step
+from heptad.simulate.pipeline import Simulation
+from heptad.trace import Event
+
+LEFT, RIGHT, TOP = 72, 92, 58
+NARROWEST, WIDEST = 760, 2200
+BOX_PX = 17
+"""Width wished for the shortest action: two digits fit."""
+MOST_ROWS = 64
+NUMBERED_BOXES = 20_000
+SIZES_PX = (10, 9)
+"""Sizes of the numbers in boxes, the larger first."""
+DIGIT = 0.64
+"""Width of a digit ÷ the text's size, in a wide sans-serif."""
+LIVE_STEPS = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+FAINT: dict[str, Paint] = {
+    "F": Paint("#b9d6f5", "#22476f"),
+    "B": Paint("#b4ddc1", "#1f5235"),
+    "I": Paint("#aadfe4", "#16525a"),
+    "W": Paint("#dbe3a1", "#4b5317"),
+}
+STYLES: dict[str, str | Paint] = {
+    **{f"k-{kind}": KINDS[kind][1] for kind in FAINT},
+    **{f"k-{kind}2": paint for kind, paint in FAINT.items()},
+    "number": "fill: #ffffff; pointer-events: none;",
+    "number2": Paint("#1f2328", "#e6edf3"),
+    "live": Paint("#aab4c0", "#56606c"),
+    "line-edge": Paint("#ffffff", "#0d1117"),
+    "line-hatch": Paint("#b6c0cb", "#424b56"),
+}
+HATCH = (
+    '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect class="band" width="5" height="5"/><line class="line-hatch" x1="0" y1="0" x2="0" y2="5" stroke-width="1.8"/>'
+    "</pattern></defs>"
+)
+
+
+Look = tuple[str, ...]
+"""Kinds of a step's sides, "2" after them for the rank's other stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One step of a rank: one action, or a pair's two."""
+
+    sides: tuple[StageAction, ...]
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One schedule. `events`: stage actions of the lane "compute", others are left out; `chunks`: V, one live
+    activation being 1/V of a rank's."""
+
+    title: str
+    note: str
+    events: Sequence[Event]
+    num_ranks: int
+    chunks: int = 1
+
+    @classmethod
+    def simulated(cls, run: Simulation, title: str, note: str) -> Panel:
+        """Of the simulator's result."""
+        ranks = run.schedule.num_ranks
+        return cls(title, note, list(run.events()), ranks, max(1, run.schedule.num_stages // ranks))
+
+    @cached_property
+    def rows(self) -> dict[int, list[Box]]:
+        """rank -> its boxes by start."""
+        rows: dict[int, list[Box]] = {rank: [] for rank in range(self.num_ranks)}
+        for event in self.events:
+            if event.lane == "compute":
+                step = parse_step(event.name)
+                sides = (step.forward, step.backward) if isinstance(step, Pair) else (step,)
+                rows[event.rank].append(Box(sides, event.start_s, event.end_s))
+        for boxes in rows.values():
+            boxes.sort(key=lambda box: box.start_s)
+        return rows
+
+    @cached_property
+    def span_s(self) -> float:
+        """The end of the last action."""
+        return max(box.end_s for boxes in self.rows.values() for box in boxes)
+
+    @cached_property
+    def shortest_s(self) -> float:
+        """Of the actions that take time."""
+        lengths = [box.end_s - box.start_s for boxes in self.rows.values() for box in boxes]
+        return min((length for length in lengths if length > 0), default=self.span_s)
+
+    @cached_property
+    def last_microbatch(self) -> int:
+        """M - 1."""
+        return max(side.microbatch for boxes in self.rows.values() for box in boxes for side in box.sides)
+
+    def idle(self, rank: int) -> float:
+        """Share of the span that `rank` does not compute."""
+        return 1 - sum(box.end_s - box.start_s for box in self.rows[rank]) / self.span_s
+
+    def first_stage(self, rank: int) -> int:
+        """The stage that is drawn in the darker shade: in DualPipe the one whose micro-batches count from 0."""
+        first = min((side.microbatch, side.stage) for box in self.rows[rank] for side in box.sides)
+        return first[1]
+
+    def live(self, rank: int) -> list[tuple[float, int]]:
+        """(time, activations held from then on): from a forward's start to the end of its B or W."""
+        changes: list[tuple[float, int]] = []
+        for box in self.rows[rank]:
+            for side in box.sides:
+                step = LIVE_STEPS[side.kind.value]
+                changes.append((box.start_s if step > 0 else box.end_s, step))
+        level, levels = 0, list[tuple[float, int]]()
+        for time, step in sorted(changes):
+            level += step
+            if levels and levels[-1][0] == time:
+                levels[-1] = (time, level)
+            elif step:
+                levels.append((time, level))
+        return levels
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Pixels per unit of time and of a live activation; heights of rows."""
+
+    time: float
+    row: int
+    live_row: int
+    live: float
+    right: float
+
+
+def pipeline_svg(panels: Sequence[Panel], title: str, unit: str = "time") -> str:
+    """SVG text; `unit` stands under the time axis."""
+    assert panels and all(panel.events for panel in panels), "there is nothing to draw"
+    span = max(panel.span_s for panel in panels)
+    width = min(WIDEST, max(NARROWEST, BOX_PX * max(span / panel.shortest_s for panel in panels)))
+    most_rows = max(min(panel.num_ranks, MOST_ROWS) for panel in panels)
+    row = 24 if most_rows <= 16 else 15 if most_rows <= 32 else 11
+    most_live = max(_peak(panel, rank) / panel.chunks for panel in panels for rank in _shown(panel))
+    live_row = (20 if len(panels) == 1 else 16) if most_rows <= 16 else 12 if most_rows <= 32 else 8
+    scale = _Scale(width / span, row, live_row, (live_row - 2) / max(most_live, 1), LEFT + width)
+    body = [HATCH, text(LEFT, 28, title, extra=' font-weight="600" style="font-size: 15px"')]
+    legend, y = _legend(panels, scale.right + RIGHT)
+    body += legend
+    top, drawn = y, list[str]()
+    for panel in panels:
+        part, y = _panel(panel, y, scale)
+        drawn += part
+    return document(scale.right + RIGHT, y + 44, title, [*body, *_axis(span, scale, top, y, unit), *drawn], STYLES)
+
+
+def _shown(panel: Panel) -> range:
+    """The ranks that are drawn: all, or every n-th."""
+    return range(0, panel.num_ranks, -(-panel.num_ranks // MOST_ROWS))
+
+
+def _peak(panel: Panel, rank: int) -> int:
+    return max((level for _, level in panel.live(rank)), default=0)
+
+
+def _panel(panel: Panel, y: float, scale: _Scale) -> tuple[list[str], float]:
+    """The panel's rows below `y`, and where they end."""
+    ranks = _shown(panel)
+    note = panel.note if ranks.step == 1 else f"{panel.note}; one rank in {ranks.step} is drawn"
+    body = [text(LEFT, y + 24, panel.title, extra=' font-weight="600" style="font-size: 13px"')]
+    body.append(text(LEFT, y + 42, note, "soft"))
+    y += 52
+    numbered = sum(map(len, panel.rows.values())) <= NUMBERED_BOXES
+    every = 1 if scale.row >= 12 else 2
+    for number, rank in enumerate(ranks):
+        width = panel.span_s * scale.time
+        body.append(f'<rect fill="url(#idle)" x="{LEFT}" y="{y:.2f}" width="{width:.2f}" height="{scale.row}"/>')
+        body += _boxes(panel, rank, y, scale) if numbered else _columns(panel, rank, y, scale)
+        if number % every == 0:
+            middle = y + scale.row / 2 + 4
+            body.append(text(LEFT - 10, middle, f"rank {rank}", "soft", "end"))
+            body.append(text(scale.right + 10, middle, f"idle {panel.idle(rank):.1%}", "soft"))
+        y += scale.row + 2
+    body.append(f'<rect class="page" x="{LEFT - 1}" y="{y:.2f}" width="{scale.right - LEFT + 2:.2f}" height="25"/>')
+    body.append(text(LEFT, y + 18, _live_heading(panel), "soft"))
+    y += 26
+    every = -(-12 // (scale.live_row + 2))
+    for number, rank in enumerate(ranks):
+        body += _live(panel, rank, y, scale, labelled=number % every == 0)
+        y += scale.live_row + 2
+    return body, y + 10
+
+
+def _live_heading(panel: Panel) -> str:
+    part = "" if panel.chunks == 1 else f", each 1/{panel.chunks} of a rank's layers"
+    return f"Live activations: micro-batches from their forward to the end of their backward{part}"
+
+
+def _boxes(panel: Panel, rank: int, y: float, scale: _Scale) -> Iterator[str]:
+    first, last = panel.first_stage(rank), str(panel.last_microbatch)
+    for box in panel.rows[rank]:
+        x, width = LEFT + box.start_s * scale.time, (box.end_s - box.start_s) * scale.time
+        name = "&".join(map(str, box.sides))
+        yield f"<g><title>{name.replace('&', ' &amp; ')} on rank {rank}: {box.start_s:.6g} to {box.end_s:.6g}</title>"
+        height = scale.row / len(box.sides)
+        for at, side in enumerate(box.sides):
+            second = "" if side.stage == first else "2"
+            shape = f'x="{x:.2f}" y="{y + at * height:.2f}" width="{width:.2f}" height="{height:g}"'
+            yield f'<rect class="k-{side.kind.value}{second} line-edge" stroke-width="0.8" {shape}/>'
+            number = str(side.microbatch)
+            # All boxes of a width have numbers or none, so the longest number decides.
+            fits = [size for size in SIZES_PX if DIGIT * size * len(last) + 2 <= width and size <= height]
+            if fits:
+                style = f' style="font-size: {fits[0]}px"'
+                baseline = y + (at + 0.5) * height + 0.36 * fits[0]
+                yield text(x + width / 2, baseline, number, f"number{second}", "middle", style)
+        yield "</g>"
+
+
+def _columns(panel: Panel, rank: int, y: float, scale: _Scale) -> Iterator[str]:
+    """A row of too many boxes: each column of one pixel looks like the step that holds it longest, or like idle."""
+    first, columns = panel.first_stage(rank), [dict[Look, float]() for _ in range(int(panel.span_s * scale.time) + 1)]
+    for box in panel.rows[rank]:
+        look = tuple(f"{side.kind.value}{'' if side.stage == first else '2'}" for side in box.sides)
+        start, end = box.start_s * scale.time, box.end_s * scale.time
+        for at in range(int(start), int(end) + 1):
+            part = min(end, at + 1) - max(start, at)
+            columns[at][look] = columns[at].get(look, 0.0) + part
+    looks = [max(held, key=lambda look: held[look]) if sum(held.values()) >= 0.5 else () for held in columns]
+    begin = 0
+    for at in range(1, len(looks) + 1):
+        if at == len(looks) or looks[at] != looks[begin]:
+            for side, kind in enumerate(looks[begin]):
+                height = scale.row / len(looks[begin])
+                shape = f'x="{LEFT + begin}" y="{y + side * height:.2f}" width="{at - begin}" height="{height:g}"'
+                yield f'<rect class="k-{kind}" {shape}/>'
+            begin = at
+
+
+def _live(panel: Panel, rank: int, y: float, scale: _Scale, labelled: bool) -> list[str]:
+    bottom = y + scale.live_row
+    path, last = f"M{LEFT} {bottom:.2f}", 0.0
+    for time, level in panel.live(rank):
+        x = LEFT + time * scale.time
+        if x - last >= 0.2:  # a change that cannot be seen is not written
+            path += f"H{x:.2f}V{bottom - level * scale.live / panel.chunks:.2f}"
+            last = x
+    path += f"H{LEFT + panel.span_s * scale.time:.2f}V{bottom:.2f}Z"
+    body = [f'<path class="live" d="{path}"/>', line(LEFT, bottom, scale.right, bottom)]
+    if labelled:
+        peak = str(_peak(panel, rank)) + (f"/{panel.chunks}" if panel.chunks > 1 else "")
+        body.append(text(LEFT - 10, bottom - 1, f"rank {rank}", "soft", "end"))
+        body.append(text(scale.right + 10, bottom - 1, f"peak {peak}", "soft"))
+    return body
+
+
+def _axis(span: float, scale: _Scale, top: float, bottom: float, unit: str) -> list[str]:
+    marks = ticks(0.0, span, 16)
+    body = [line(LEFT, bottom, scale.right, bottom, "axis")]
+    for value, label in zip(marks, tick_labels(marks), strict=True):
+        x = LEFT + value * scale.time
+        body += [line(x, top + 52, x, bottom), line(x, bottom, x, bottom + 5, "axis")]
+        body.append(text(x, bottom + 19, label, "soft", "middle"))
+    return [*body, text((LEFT + scale.right) / 2, bottom + 37, unit, "soft", "middle")]
+
+
+def _legend(panels: Sequence[Panel], right: float) -> tuple[list[str], float]:
+    """One line, or two where they do not fit; and where it ends."""
+    boxes = [(box, panel.first_stage(rank)) for panel in panels for rank in _shown(panel) for box in panel.rows[rank]]
+    kinds = {side.kind.value for box, _ in boxes for side in box.sides}
+    entries = [(f'class="k-{kind}"', KINDS[kind][0]) for kind in FAINT if kind in kinds]
+    if any(len(box.sides) == 2 for box, _ in boxes):
+        entries.append(("pair", "a pair that overlaps"))
+    if any(side.stage != first for box, first in boxes for side in box.sides):
+        entries.append(('class="k-F2"', "faint: the rank's other stage"))
+    entries.append(('fill="url(#idle)"', "idle"))
+    body, x, y = [], float(LEFT), 41.0
+    for look, label in entries:
+        wide = 18 + text_width(label) + 14
+        if x + wide > right and x > LEFT:
+            x, y = float(LEFT), y + 18
+        if look == "pair":
+            body += [f'<rect class="k-F" x="{x:.2f}" y="{y}" width="12" height="6"/>',
+                     f'<rect class="k-B" x="{x:.2f}" y="{y + 6}" width="12" height="6"/>']  # fmt: skip
+        else:
+            body.append(f'<rect {look} x="{x:.2f}" y="{y}" width="12" height="12" rx="2"/>')
+        body.append(text(x + 18, y + 10.5, label, "soft"))
+        x += wide
+    return body, y + TOP - 41
