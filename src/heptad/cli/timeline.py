@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from heptad.schedule.action import Program, UnitUse
 
 Seconds = float | None
-ONE = "of one stage (with --compare: of 1/P of the model), in any unit [1]"
+ONE = "of one stage (with --compare: of 1/P of the model), [1]"
 
 
 def _option(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
@@ -55,9 +55,10 @@ def timeline(
     times = {"f": f, "i": i, "w": w, "b": b, "fb": fb, "comm": comm, "latency": latency}
     if schedule is None and compare is None:
         others = {"pp": pp, "vpp": vpp, "microbatches": microbatches, "pairs": pairs, "output": output}
-        given = [f"--{name}" for name, value in {**others, **times}.items() if value is not None]
-        for option in [*given, *(["--rendezvous"] if rendezvous else [])]:
-            raise ConfigError.of(option, None, "it belongs to a schedule", "add --schedule NAME, or --compare A,B,C")
+        for name, value in {**others, **times, "rendezvous": rendezvous or None}.items():
+            if value is not None:
+                fix = "add --schedule NAME, or --compare A,B,C"
+                raise ConfigError.of(f"--{name}", value, "it belongs to a schedule", fix)
         _job(job, actions, sets, json)
         return
     if job is not None or sets:
