@@ -130,14 +130,16 @@ class Run:
         size = schedule.num_stages * self.count
         self._forward, self._backward = [0] * size, [0] * size  # slot at which it ended; 0: not yet
         self.starts: list[list[int]] = [[] for _ in schedule.lines]
-        self._sleepers: dict[int, list[int]] = {}  # key of a missing result -> ranks
+        # Key of a missing result -> the rank that waits for it; a second one can only be the rank that should make it.
+        self._sleepers: dict[int, int] = {}
+        self._needs = [-1] * schedule.num_ranks
         self._ready = list(range(schedule.num_ranks))[::-1]
         clocks = [0] * schedule.num_ranks
         while self._ready:
             rank = self._ready.pop()
             clocks[rank] = self._advance(rank, clocks[rank])
         self.end = max(clocks)
-        self.waits = {rank: self._result(key) for key, ranks in self._sleepers.items() for rank in ranks}
+        self.waits = {rank: self._result(key) for rank, key in enumerate(self._needs) if key >= 0}
 
     def _advance(self, rank: int, clock: int) -> int:
         """Run the rank until it waits or has finished; its clock."""
@@ -154,7 +156,7 @@ class Run:
                 clock = backward[keys[1]]
                 for key in (keys[0], keys[1] + size):
                     if key in sleepers:
-                        self._ready += sleepers.pop(key)
+                        self._ready.append(sleepers.pop(key))
                 continue
             key, kind = step.stage * count + step.microbatch, step.kind
             needed = -1
@@ -173,7 +175,8 @@ class Run:
             elif key < top and not at:
                 needed = key + count + size
             if needed >= 0:
-                sleepers.setdefault(needed, []).append(rank)
+                sleepers[needed] = rank
+                self._needs[rank] = needed
                 return clock
             starts.append(clock)
             clock += 2 if kind is whole else 1
@@ -185,7 +188,8 @@ class Run:
             else:
                 continue
             if key in sleepers:
-                self._ready += sleepers.pop(key)
+                self._ready.append(sleepers.pop(key))
+        self._needs[rank] = -1
         return clock
 
     def _pair(self, pair: Pair, clock: int, rank: int) -> tuple[int, int] | None:
@@ -204,7 +208,7 @@ class Run:
             self.starts[rank].append(start)
             forward[up] = backward[down] = start + slots_of(pair)
             return up, down
-        self._sleepers.setdefault(needed, []).append(rank)
+        self._sleepers[needed], self._needs[rank] = rank, needed
         return None
 
     def _result(self, key: int) -> StageAction:
