@@ -6,18 +6,21 @@ restart as well, and both are needed (C-127).
 
 Legend: B sequences, L tokens, D width, H query heads and K key/value heads on this rank, d head_dim.
 Cost of SDPA ("flash") beside the projections: 4·B·H·L²·d FLOPs forward, no L² memory. "math" forms the scores, B·H·L²
-elements, as attention dropout needs it. Read next: `rotary.py`, `dropout.py`, `parallel.py`, `decoder.py`.
+elements, as attention dropout needs it. Read next: `scores.py`, `rotary.py`, `dropout.py`, `parallel.py`,
+`decoder.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heptad.config.recompute import forms_scores
 from heptad.config.schema import ModelSection
 from heptad.mesh.regions import SINGLE, Stream
 from heptad.models.batch import Batch, visible
@@ -25,26 +28,45 @@ from heptad.models.dropout import Dropout
 from heptad.models.layers import LayerNorm, Linear, RMSNorm
 from heptad.models.parallel import RowLinear, columns
 from heptad.models.rotary import Rotary, rotate
+from heptad.models.scores import repeated, scores, softmax_of, values
 
 Core = Callable[[Tensor, Tensor, Tensor, Batch, "Dropout | None"], Tensor]
 """(q [B, H, L, d], k [B, K, L, d], v [B, K, L, d], batch, dropout) -> [B, H, L, d]; dropout None: drop nothing."""
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None) -> Tensor:
+class MaskBias:
+    """A batch's mask as what is added to scores, made once for all blocks of a model; torch would make one in each.
+
+    Costs B·L·L elements until another batch comes.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def of(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """mask [B, 1, L, L] -> 0 where it is True, else -inf."""
+        if self._last is None or self._last[0] is not mask or self._last[1].dtype != dtype:
+            with torch.no_grad():
+                bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+            self._last = (mask, bias)
+        return self._last[1]
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """The one held for the next block."""
+        return () if self._last is None else self._last[1:]
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None, bias: MaskBias | None = None
+) -> Tensor:
     """Causal attention within documents, softmax(q kᵀ / √d) v, by torch's fused kernel. Same dtype in and out."""
     assert dropout is None, "the fused kernel draws its own dropout: model.attention = flash refuses it"
-    repeat = q.shape[1] // k.shape[1]
     if batch.mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=repeat > 1)
-    if repeat > 1:  # with a mask, CUDA's fused kernels know no groups and the rest would form the scores
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask)
-
-
-def masked_softmax(scores: Tensor, mask: Tensor, root: float) -> Tensor:
-    """softmax(scores / root) over the last dim [B, H, L, L] where `mask` [B, 1, L, L] is True, in at least fp32."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) / root
-    return wide.masked_fill(~mask, -math.inf).softmax(-1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+    if k.shape[1] < q.shape[1]:  # with a mask, CUDA's fused kernels know no groups and the rest would form the scores
+        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    mask = batch.mask if bias is None else bias.of(batch.mask, q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def math_attention(
@@ -53,16 +75,15 @@ def math_attention(
     v: Tensor,
     batch: Batch,
     dropout: Dropout | None,
-    softmax: Callable[[Tensor, Tensor, float], Tensor] = masked_softmax,
+    softmax: Callable[[Tensor, Tensor, float], Tensor] = softmax_of,
 ) -> Tensor:
     """The same with the scores formed, so that dropout can act on them."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     mask = visible(batch.documents) if batch.mask is None else batch.mask
-    probabilities = softmax(q @ k.transpose(-2, -1), mask, math.sqrt(q.shape[-1]))  # [B, H, L, L]
-    if dropout is not None:
-        probabilities = dropout.attention(probabilities, batch.index, batch.index, batch.step)
-    return probabilities.to(v.dtype) @ v
+    probabilities = softmax(scores(q, k), mask, math.sqrt(q.shape[-1]))  # [B, H, L, L]
+    if dropout is None:
+        return values(probabilities, v)
+    tensors, drop = dropout.attention_map(q.shape[1], batch.index, batch.index, batch.step)
+    return values(probabilities, v, drop, tensors)
 
 
 def norm_of(section: ModelSection, width: int) -> RMSNorm | LayerNorm:
@@ -83,13 +104,15 @@ class Attention(nn.Module):
 
     stream: Stream = SINGLE
 
-    def __init__(self, section: ModelSection, rotary: Rotary | None, dropout: Dropout | None) -> None:
+    def __init__(
+        self, section: ModelSection, rotary: Rotary | None, mask_bias: MaskBias, dropout: Dropout | None
+    ) -> None:
         super().__init__()
         assert section.head_dim is not None and section.kv_heads is not None
         width, d = section.width, section.head_dim
         self.head_dim, self.rotary, self.dropout = d, rotary, dropout
-        math_path = section.attention == "math" or (section.attention == "auto" and section.attention_dropout > 0)
-        self.core: Core = math_attention if math_path else flash_attention
+        self.mask_bias = mask_bias
+        self.core: Core = math_attention if forms_scores(section) else partial(flash_attention, bias=mask_bias)
         self.norm = norm_of(section, width)
         self.q = linear_of("q", width, section.heads * d, section.qkv_bias)
         self.k = linear_of("k", width, section.kv_heads * d, section.qkv_bias)

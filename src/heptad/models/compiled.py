@@ -22,15 +22,16 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heptad.errors import ConfigError
-from heptad.models.attention import Attention, masked_softmax, math_attention
+from heptad.models.activation import gated_backward, gated_forward
+from heptad.models.attention import Attention, math_attention
 from heptad.models.decoder import Head, Mlp
 from heptad.models.dropout import Dropout, dropped
 from heptad.models.layers import RMSKernels, RMSNorm, rms_backward, rms_forward
 from heptad.models.loss import LossKernels, exponentials_, gradient_
+from heptad.models.scores import masked_softmax
 
 RECOMPILES = 64
 """Graphs of one stretch at most: a dtype, a size of 1, or two sizes that are equal by chance make another."""
@@ -46,24 +47,6 @@ def whole_graph(function: Callable[..., Any]) -> Callable[..., Any]:
             return inner(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
     return call
-
-
-def _activated(name: str, gate: Tensor) -> Tensor:
-    return F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none")
-
-
-def gated_forward(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """act(gate) · up, all [N, I]."""
-    return _activated(name, gate) * up
-
-
-def gated_backward(name: str, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, all [N, I]; the activation is formed again."""
-    ops = torch.ops.aten
-    if name == "silu":
-        return ops.silu_backward(dy * up, gate), dy * F.silu(gate)
-    approximate = "tanh" if name == "gelu_tanh" else "none"
-    return ops.gelu_backward(dy * up, gate, approximate=approximate), dy * _activated(name, gate)
 
 
 def softmax_backward(probabilities: Tensor, dy: Tensor, root: float) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from heptad.config.schema import ModelSection
 from heptad.mesh.regions import SINGLE, Stream
 from heptad.models import spec
-from heptad.models.attention import Attention, linear_of, norm_of
+from heptad.models.activation import Activate, activate
+from heptad.models.attention import Attention, MaskBias, linear_of, norm_of
 from heptad.models.batch import IGNORED, Batch
 from heptad.models.dropout import Dropout
 from heptad.models.init import materialise
@@ -30,19 +31,6 @@ from heptad.models.parallel import RowLinear, TokenTable, activated, columns
 from heptad.models.rotary import Rotary
 
 Segment = Callable[[Tensor, Batch], Tensor]
-Activate = Callable[..., Tensor]
-"""(gate, up) or (up,) -> what `down` reads, all [..., inner]."""
-
-
-def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    match name:
-        case "silu":
-            return F.silu
-        case "gelu":
-            return F.gelu
-        case "gelu_tanh":
-            return lambda x: F.gelu(x, approximate="tanh")
-    raise AssertionError(f"no activation {name!r}")
 
 
 class Embed(nn.Module):
@@ -80,8 +68,7 @@ class Mlp(nn.Module):
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
         width, inner, bias = section.width, section.mlp_width, section.mlp_bias
-        activation = _activation(section.activation)
-        self.activate: Activate = activation if section.mlp == "plain" else lambda gate, up: activation(gate) * up
+        self.activate: Activate = activate(section.activation, section.mlp == "gated")
         self.norm = norm_of(section, width)
         self.gate = linear_of("gate", width, inner, bias) if section.mlp == "gated" else None
         self.up = linear_of("up", width, inner, bias)
@@ -102,10 +89,11 @@ class Block(nn.Module):
 
     stream: Stream = SINGLE
 
-    def __init__(self, section: ModelSection, rotary: Rotary | None, seed: int, name: str) -> None:
+    def __init__(self, section: ModelSection, rotary: Rotary | None, mask_bias: MaskBias, seed: int, name: str) -> None:
         super().__init__()
         scores, rate = section.attention_dropout, section.dropout
-        self.attention = Attention(section, rotary, Dropout(scores, seed, f"{name}.scores") if scores else None)
+        dropout = Dropout(scores, seed, f"{name}.scores") if scores else None
+        self.attention = Attention(section, rotary, mask_bias, dropout)
         self.mlp = Mlp(section)
         self.attention_dropout = Dropout(rate, seed, f"{name}.attention") if rate else None
         self.mlp_dropout = Dropout(rate, seed, f"{name}.mlp") if rate else None
@@ -196,13 +184,13 @@ class Decoder(nn.Module):
         section = spec.complete(section)
         self.section, rate = section, section.dropout
         assert section.head_dim is not None
-        rotary = None
+        rotary, mask_bias = None, MaskBias()
         if section.positions == "rotary":
             rotary = Rotary(section.head_dim, section.rope_theta, section.rope_scaling)
         with torch.device("meta"):
             self.embed = Embed(section, Dropout(rate, seed, "embed") if rate else None)
             names = [f"blocks.{i}" for i in range(section.layers)]
-            self.blocks = nn.ModuleList(Block(section, rotary, seed, name) for name in names)
+            self.blocks = nn.ModuleList(Block(section, rotary, mask_bias, seed, name) for name in names)
             self.head = Head(section)
         if section.tied:
             self.head.out.weight = self.embed.tokens.weight

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from heptad.models.keyed import GOLDEN, key_of, mix_, wrapped
 
 def dropped(x: Tensor, left: Tensor, right: Tensor, threshold: int, factor: float) -> Tensor:
     """factor · x where the hash of the int32 words `left ^ right` (x's shape) reaches `threshold`, else 0."""
-    kept = _finalise_(left ^ right) >= threshold
-    return torch.where(kept, x * factor, 0)
+    return _scaled_where(factor, x, _finalise_(left ^ right) >= threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Dropout:
     site: str
     first_head: int = 0
     """Number, in the whole model, of the first head whose probabilities are given."""
-    drop: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = dropped
-    """A seam: what drops, given the words."""
+    drop: Callable[..., Tensor] = dropped
+    """A seam: (x, left, right, threshold, factor) -> x's shape, as `dropped`."""
 
     def features(self, x: Tensor, index: Tensor, step: int) -> Tensor:
         """x [..., D]; index [...] int64, the tokens' global numbers. Same shape and dtype."""
@@ -42,11 +42,24 @@ class Dropout:
 
     def attention(self, probabilities: Tensor, queries: Tensor, keys: Tensor, step: int) -> Tensor:
         """probabilities [B, H, Lq, Lk]; queries [B, Lq] and keys [B, Lk] int64, the tokens' global numbers."""
-        first, number = self.first_head, probabilities.shape[1]
-        heads = self._words(torch.arange(first, first + number, device=probabilities.device), step, "head")
+        tensors, drop = self.attention_map(probabilities.shape[1], queries, keys, step)
+        return drop(probabilities, *tensors)
+
+    def attention_map(
+        self, heads: int, queries: Tensor, keys: Tensor, step: int
+    ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
+        """Tensors t and a function: f(x, *t) drops elements of x [B, heads, Lq, Lk]. It is its own transpose.
+
+        t is what a backward must keep: one byte an element, or with a seam of one's own the words.
+        """
+        first, threshold, factor = self.first_head, *self._numbers()
+        numbers = self._words(torch.arange(first, first + heads, device=queries.device), step, "head")
         pairs = self._words(queries, step, "query").unsqueeze(-1) ^ self._words(keys, step, "key").unsqueeze(-2)
-        pairs = _finalise_(pairs)  # twice, or (q, k) and (q', k') with equal xor would agree in every head
-        return self._drop(probabilities, pairs.unsqueeze(1), heads.view(1, -1, 1, 1))
+        # finalised twice, or (q, k) and (q', k') with equal xor would agree in every head
+        left, right = _finalise_(pairs).unsqueeze(1), numbers.view(1, -1, 1, 1)
+        if self.drop is dropped:
+            return (_finalise_(left ^ right) >= threshold,), partial(_scaled_where, factor)
+        return (left, right), self._drop
 
     def _words(self, index: Tensor, step: int, what: str) -> Tensor:
         """int32 words keyed by (seed, site, what, step, index)."""
@@ -54,7 +67,15 @@ class Dropout:
         return (mix_(index * GOLDEN + key) >> 32).to(torch.int32)
 
     def _drop(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        return self.drop(x, left, right, round(self.rate * 2**32) - 2**31, 1 / (1 - self.rate))
+        return self.drop(x, left, right, *self._numbers())
+
+    def _numbers(self) -> tuple[int, float]:
+        """The least hash that stays, and what it is scaled by."""
+        return round(self.rate * 2**32) - 2**31, 1 / (1 - self.rate)
+
+
+def _scaled_where(factor: float, x: Tensor, kept: Tensor) -> Tensor:
+    return torch.where(kept, x * factor, 0)
 
 
 def _finalise_(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Nothing is cut and no rank sends anything: the moves are actions of the program (O and o out, P and p back), placed by
 `schedule/lower.py`, proven by `schedule/check.py`. What moves is every storage the unit's graph saved, seen by torch's
 saved-tensor hooks and counted once whichever views of it were saved; of a recomputed segment, the input that is kept.
-What is alive anyway stays: parameters (their buckets free them), the batch, the rotary tables that blocks share.
+What is alive anyway stays: parameters (their buckets free them), the batch, tables that blocks share (rotary, mask).
 
 Cost: each byte crosses the host link twice a micro-batch. On CUDA a side stream copies to and from pinned memory while
 the main one computes; both wait for each other by events, never the host. On a CPU the same code copies into other
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from heptad.models.attention import MaskBias
 from heptad.models.batch import Batch
 from heptad.models.build import Model
 from heptad.models.rotary import Rotary
@@ -79,8 +80,9 @@ class Mover:
         self.bytes_out = self.bytes_back = self.bytes_away = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._params = _storages(model.params.values())
-        found = (getattr(module, "rotary", None) for module in model.module.modules())
-        self._rotaries = list({id(rotary): rotary for rotary in found if isinstance(rotary, Rotary)}.values())
+        names = ("rotary", "mask_bias")
+        found = (getattr(module, name, None) for module in model.module.modules() for name in names)
+        self._shared = list({id(item): item for item in found if isinstance(item, Rotary | MaskBias)}.values())
         self._kept: dict[Key, _Kept] = {}
 
     def reset(self) -> None:
@@ -147,7 +149,7 @@ class Mover:
         return _packed(parcel, tensor)
 
     def _tables(self) -> set[int]:
-        return _storages(table for rotary in self._rotaries for table in rotary.kept())
+        return _storages(table for item in self._shared for table in item.kept())
 
     def _start_out(self, kept: _Kept) -> None:
         pinned = self._side is not None
