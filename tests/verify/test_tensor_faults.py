@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 def job_of(case: str, **options: Any) -> Any:
-    return layout_job(**(dict(ranks=1) | CASES[case][1] | options))
+    return layout_job(**(dict(ranks=1, accumulation=1) | CASES[case][1] | options))
 
 
 def examined(case: str, **options: Any) -> Verdict:

@@ -7,6 +7,7 @@ ledger, and the bytes of live storages.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ def run_layout(
 
     metered: bytes of live storages are followed too (else they are 0), which doubles the time of a small step.
     """
+    if job.recompute.mode == "selective" or job.train.compile:
+        importlib.import_module("torch._dynamo")  # once here, or for two seconds on each rank
     world = Layout.of(job.layout).world
     return forked(world, _rank, job, tokens, steps, tuple(faults), metered, timeout_s=timeout_s)
 
