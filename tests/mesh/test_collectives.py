@@ -69,6 +69,30 @@ def every_collective(rank: int, num_ranks: int, length: int) -> list[tuple[str, 
     return [(transfer.op, transfer.num_bytes) for transfer in group.ledger.transfers()]
 
 
+def summed(rank: int, num_ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    group, generator = group_of(rank, num_ranks), torch.Generator().manual_seed(rank)
+    tensor = torch.randn(shape, generator=generator, dtype=dtype)
+    later = torch.full((3,), float(rank))
+    works = [collectives.all_reduce(tensor, group, "test"), collectives.all_reduce(later, group, "test", "max")]
+    for work in reversed(works):  # two under way, waited for in another order
+        work.wait()
+    assert torch.equal(later, torch.full((3,), float(num_ranks - 1)))
+    return tensor
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("shape", [(), (7, 5), (collectives.EXCHANGE_BYTES // 4, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_all_reduce_has_the_same_bits_on_every_rank(
+    num_ranks: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    first, *others = forked(num_ranks, summed, num_ranks, shape, dtype)
+    assert all(torch.equal(first, other) for other in others)
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(r), dtype=dtype) for r in range(num_ranks)]
+    if num_ranks == 2:
+        assert torch.equal(first, parts[0] + parts[1])
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_results_and_ledger(num_ranks: int) -> None:
     length = 13

@@ -4,10 +4,10 @@ Each call starts the communication, records its logical bytes and returns a `Wor
 A group of one rank takes the same path without communication. On gloo, gathers and reduce-scatters are point to point:
 a gather receives into slices of the full buffer and sends the shard (no staging copy, 3× faster than gloo's own here),
 a reduce-scatter is an all-to-all and a sum in rank order in at least fp32 (gloo's own sends all-reduce's bytes, and
-this one has the same bits on every run). A point-to-point message carries the collective's number in its group as tag,
-so two ranks that disagree on the order time out instead of mixing values. On NCCL the library's collectives are used.
-A send's buffer must stay untouched until `wait_sent()`. Source of the formulas: FIELD.md, `units.sent_bytes`.
-Read next: `ledger.py`, `axes/data/engine.py`.
+this one has the same bits on every run); a small all-reduce of two ranks is one exchange. A point-to-point message
+carries the collective's number in its group as tag, so two ranks that disagree on the order time out instead of mixing
+values. On NCCL the library's collectives are used. A send's buffer must stay untouched until `wait_sent()`. Source of
+the formulas: FIELD.md, `units.sent_bytes`. Read next: `ledger.py`, `axes/data/engine.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from heptad.mesh.ledger import Ledger
 from heptad.units import sent_bytes
 
 ReduceOp = Literal["sum", "max", "min"]
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum": Tensor.add_,
+    "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
+    "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
+}
+EXCHANGE_BYTES = 2**21
+"""Up to here an exchange of two ranks takes half to two thirds of gloo's ring; above, no less (docs/log.md)."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -151,8 +158,18 @@ def all_reduce(tensor: Tensor, group: Group, phase: str, op: ReduceOp = "sum") -
     _record("all_reduce", group, phase, tensor.nbytes)
     if group.pg is None:
         return Work()
+    if group.point_to_point and group.size == 2 and tensor.nbytes <= EXCHANGE_BYTES:
+        return _exchange(tensor, group, op)
     handle = dist.all_reduce(tensor, _OPS[op], group=group.pg, async_op=True)
     return Work([handle], keep=tensor)
+
+
+def _exchange(tensor: Tensor, group: Group, op: ReduceOp) -> Work:
+    """All-reduce of two ranks: each sends all it has, S bytes as in a ring, and combines: the same bits on both."""
+    tag, peer, theirs = group.tag(), 1 - group.index, torch.empty_like(tensor)
+    assert group.pg is not None
+    handles = [group.pg.recv([theirs], peer, tag), group.pg.send([tensor], peer, tag)]
+    return Work(handles, finish=lambda: _COMBINE[op](tensor, theirs))  # sent before it is overwritten
 
 
 def broadcast(tensor: Tensor, source: int, group: Group, phase: str) -> Work:

@@ -59,17 +59,17 @@ class LibraryLedger(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Count, then run."""
-        if func.namespace == "c10d":
+        phase = self.phase() if func.namespace == "c10d" else None
+        if phase is not None:
             op = _LIBRARY_OPS.get(func._schema.name.split("::")[1])
             assert op is not None, f"{func} is not in the ledger's table of collectives"
-            self._count(op, args)
+            self._count(op, phase, args)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, op: str, args: tuple[Any, ...]) -> None:
+    def _count(self, op: str, phase: str, args: tuple[Any, ...]) -> None:
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
         full_bytes = args[1].nbytes if op == "reduce_scatter" else sum(tensor.nbytes for tensor in tensors)
         group = next(dist.ProcessGroup.unbox(arg) for arg in args[1:] if isinstance(arg, torch.ScriptObject))
         ranks = tuple(dist.get_process_group_ranks(group))
-        phase = self.phase()
-        if len(ranks) > 1 and phase is not None:
+        if len(ranks) > 1:
             self.ledger.record(op, self.axis_of(ranks), phase, sent_bytes(op, full_bytes, len(ranks)))
