@@ -38,9 +38,11 @@ BROKEN = {
     "backward before its forward": GOOD.replace("1F0 1B0 1F1 1B1", "1F0 1B0 1B1 1F1"),
     "weights before inputs": SPLIT.replace("0I1 0W1", "0W1 0I1"),
     "moves": "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 1F1 1B1\n1F0 1B0 1F2 1F3 1B2 1B3",
+    "moves, odd": "0F0 0F1 0F2 0B0 0B1 0B2 1F2 1B2\n1F0 1B0 1F1 1B1",
     "deadlock": "0F0 0B0 0F1 0B1 0F2 0B2\n1F0 1F1 1B0 1B1 1F2 1B2",
     "deadlock of three": "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0\n2F0 2F1 2B0 2B1",
     "pair of one micro-batch": "0F0&0B0 0F1 0B1",
+    "pair without its forward's input": "0F0 0B0 0F1 0B1\n1F0 1F1&1B0 1B1",
     "pair in a circle": "0F0 0F1&0B0 0B1\n1F0 1F1 1B0 1B1",
 }
 

@@ -84,24 +84,26 @@ def _refuse_missing(schedule: Schedule, key: int, missing: int, owner: list[int]
 
 
 def _check_placement(schedule: Schedule, owner: list[int]) -> None:
-    """One holder of a stage, or two, one for each half of the micro-batches, the same half for every stage."""
+    """One holder of a stage, or two, one for each half of the micro-batches."""
     count, half = schedule.num_microbatches, schedule.num_microbatches // 2
-    rows = [owner[stage * count : (stage + 1) * count] for stage in range(schedule.num_stages)]
-    if all(row.count(row[0]) == count for row in rows):
-        return
-    for stage, row in enumerate(rows):
-        for start, end in ((0, half), (half, count)):
-            part = row[start:end]
-            if count % 2 == 0 and part.count(part[0]) < len(part):
-                odd = start + next(i for i, rank in enumerate(part) if rank != part[0])
-            elif count % 2 and row.count(row[0]) < count:
-                odd = next(i for i, rank in enumerate(row) if rank != row[0])
-            else:
+    parts = [(0, count)] if count % 2 else [(0, half), (half, count)]
+    allowed = (
+        "all, since their number is odd"
+        if count % 2
+        else f"micro-batches 0 to {half - 1}, and one for {half} to {count - 1}"
+    )
+    for stage in range(schedule.num_stages):
+        for start, end in parts:
+            held = owner[stage * count + start : stage * count + end]
+            if held.count(held[0]) == len(held):
                 continue
-            halves = f"0 to {half - 1} and {half} to {count - 1}" if count % 2 == 0 else "all of them, since M is odd"
-            rule = f"stage {stage} moves to rank {row[odd]} at micro-batch {odd}; one rank runs it for micro-batches"
-            at = _position(schedule, row[odd], StageAction(stage, Kind.FORWARD, odd))
-            raise BrokenSchedule(schedule, [(row[odd], at)], f"{rule} {halves}")
+            odd = start + next(i for i, rank in enumerate(held) if rank != held[0])
+            rank = owner[stage * count + odd]
+            rule = (
+                f"stage {stage} moves to rank {rank} at micro-batch {odd}; one rank runs it for micro-batches {allowed}"
+            )
+            at = _position(schedule, rank, StageAction(stage, Kind.FORWARD, odd))
+            raise BrokenSchedule(schedule, [(rank, at)], rule)
 
 
 def _position(schedule: Schedule, rank: int, action: StageAction) -> int:

@@ -10,7 +10,7 @@ Case = tuple[str, int, int, int]
 
 
 @st.composite
-def cases(draw: st.DrawFn, ranks: int = 32, microbatches: int = 128, actions: int = 20_000) -> Case:
+def cases(draw: st.DrawFn, ranks: int = 32, microbatches: int = 128, actions: int = 9000) -> Case:
     """A name and (P, V, M) that it can do, with at most about `actions` stages × micro-batches."""
     name = draw(st.sampled_from(sorted(GENERATORS)))
     generator = GENERATORS[name]
