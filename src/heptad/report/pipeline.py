@@ -28,6 +28,8 @@ SIZES_PX = (10, 9)
 """Sizes of the numbers in boxes, the larger first."""
 DIGIT = 0.64
 """Width of a digit ÷ the text's size, in a wide sans-serif."""
+OTHER_NAMES = frozenset({"U"})
+"""What a measured run computes besides stage actions."""
 LIVE_STEPS = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 FAINT: dict[str, Paint] = {
@@ -67,8 +69,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Panel:
-    """One schedule. `events`: stage actions of the lane "compute", others are left out; `chunks`: V, one live
-    activation being 1/V of a rank's."""
+    """One schedule. `events`: stage actions, those of lanes other than "compute" and updates are left out; `chunks`: V,
+    one live activation being 1/V of a rank's."""
 
     title: str
     note: str
@@ -87,7 +89,7 @@ class Panel:
         """rank -> its boxes by start."""
         rows: dict[int, list[Box]] = {rank: [] for rank in range(self.num_ranks)}
         for event in self.events:
-            if event.lane == "compute":
+            if event.lane == "compute" and event.name not in OTHER_NAMES:
                 step = parse_step(event.name)
                 sides = (step.forward, step.backward) if isinstance(step, Pair) else (step,)
                 rows[event.rank].append(Box(sides, event.start_s, event.end_s))
@@ -116,25 +118,42 @@ class Panel:
         return 1 - sum(box.end_s - box.start_s for box in self.rows[rank]) / self.span_s
 
     def first_stage(self, rank: int) -> int:
-        """The stage that is drawn in the darker shade: in DualPipe the one whose micro-batches count from 0."""
-        first = min((side.microbatch, side.stage) for box in self.rows[rank] for side in box.sides)
-        return first[1]
+        """The stage that is drawn in the full shade: in DualPipe the one whose micro-batches count from 0."""
+        return self._first_stages[rank]
+
+    @cached_property
+    def _first_stages(self) -> dict[int, int]:
+        sides = {rank: [side for box in boxes for side in box.sides] for rank, boxes in self.rows.items()}
+        return {
+            rank: min(((side.microbatch, side.stage) for side in row), default=(0, 0))[1] for rank, row in sides.items()
+        }
 
     def live(self, rank: int) -> list[tuple[float, int]]:
         """(time, activations held from then on): from a forward's start to the end of its B or W."""
-        changes: list[tuple[float, int]] = []
-        for box in self.rows[rank]:
-            for side in box.sides:
-                step = LIVE_STEPS[side.kind.value]
+        return self._live[rank]
+
+    def peak(self, rank: int) -> int:
+        """Most activations that `rank` holds."""
+        return max((level for _, level in self._live[rank]), default=0)
+
+    @cached_property
+    def _live(self) -> dict[int, list[tuple[float, int]]]:
+        return {rank: _levels(boxes) for rank, boxes in self.rows.items()}
+
+
+def _levels(boxes: Sequence[Box]) -> list[tuple[float, int]]:
+    changes: list[tuple[float, int]] = []
+    for box in boxes:
+        for side in box.sides:
+            if step := LIVE_STEPS[side.kind.value]:
                 changes.append((box.start_s if step > 0 else box.end_s, step))
-        level, levels = 0, list[tuple[float, int]]()
-        for time, step in sorted(changes):
-            level += step
-            if levels and levels[-1][0] == time:
-                levels[-1] = (time, level)
-            elif step:
-                levels.append((time, level))
-        return levels
+    level, levels = 0, list[tuple[float, int]]()
+    for time, step in sorted(changes):
+        level += step
+        if levels and levels[-1][0] == time:
+            levels.pop()
+        levels.append((time, level))
+    return levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +174,7 @@ def pipeline_svg(panels: Sequence[Panel], title: str, unit: str = "time") -> str
     width = min(WIDEST, max(NARROWEST, BOX_PX * max(span / panel.shortest_s for panel in panels)))
     most_rows = max(min(panel.num_ranks, MOST_ROWS) for panel in panels)
     row = 24 if most_rows <= 16 else 15 if most_rows <= 32 else 11
-    most_live = max(_peak(panel, rank) / panel.chunks for panel in panels for rank in _shown(panel))
+    most_live = max(panel.peak(rank) / panel.chunks for panel in panels for rank in _shown(panel))
     live_row = (20 if len(panels) == 1 else 16) if most_rows <= 16 else 12 if most_rows <= 32 else 8
     scale = _Scale(width / span, row, live_row, (live_row - 2) / max(most_live, 1), LEFT + width)
     body = [HATCH, text(LEFT, 28, title, extra=' font-weight="600" style="font-size: 15px"')]
@@ -171,10 +190,6 @@ def pipeline_svg(panels: Sequence[Panel], title: str, unit: str = "time") -> str
 def _shown(panel: Panel) -> range:
     """The ranks that are drawn: all, or every n-th."""
     return range(0, panel.num_ranks, -(-panel.num_ranks // MOST_ROWS))
-
-
-def _peak(panel: Panel, rank: int) -> int:
-    return max((level for _, level in panel.live(rank)), default=0)
 
 
 def _panel(panel: Panel, y: float, scale: _Scale) -> tuple[list[str], float]:
@@ -262,7 +277,7 @@ def _live(panel: Panel, rank: int, y: float, scale: _Scale, labelled: bool) -> l
     path += f"H{LEFT + panel.span_s * scale.time:.2f}V{bottom:.2f}Z"
     body = [f'<path class="live" d="{path}"/>', line(LEFT, bottom, scale.right, bottom)]
     if labelled:
-        peak = str(_peak(panel, rank)) + (f"/{panel.chunks}" if panel.chunks > 1 else "")
+        peak = str(panel.peak(rank)) + (f"/{panel.chunks}" if panel.chunks > 1 else "")
         body.append(text(LEFT - 10, bottom - 1, f"rank {rank}", "soft", "end"))
         body.append(text(scale.right + 10, bottom - 1, f"peak {peak}", "soft"))
     return body

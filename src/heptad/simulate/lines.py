@@ -24,7 +24,7 @@ class Lines:
     """`codes[rank]`: its actions; `owner[slot]`: the rank that runs stage and micro-batch, -1 for none."""
 
     num_microbatches: int
-    codes: tuple[list[int], ...]
+    codes: tuple[array[int], ...]
     owner: array[int]
     peak_live: tuple[int, ...]
     """Most forwards of which B, or W, has not run yet on the rank: an I still holds what its W needs."""
@@ -52,12 +52,12 @@ def encode(schedule: Schedule) -> Lines:
     return Lines(schedule.num_microbatches, tuple(rows), owner, tuple(live))
 
 
-def _line(schedule: Schedule, rank: int, owner: array[int], state: bytearray) -> tuple[list[int], int]:
+def _line(schedule: Schedule, rank: int, owner: array[int], state: bytearray) -> tuple[array[int], int]:
     """Codes of a line and the peak of what is live; fills `owner` and `state`."""
     per_stage, forward, backward, input_grad = (
         schedule.num_microbatches, Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD,
     )  # fmt: skip
-    codes: list[int] = []
+    codes = array("q")
     live = most_live = 0
     for step in schedule.lines[rank]:
         paired = type(step) is Pair
