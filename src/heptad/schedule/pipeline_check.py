@@ -99,9 +99,7 @@ def _check_placement(schedule: Schedule, owner: list[int]) -> None:
                 continue
             odd = start + next(i for i, rank in enumerate(held) if rank != held[0])
             rank = owner[stage * count + odd]
-            rule = (
-                f"stage {stage} moves to rank {rank} at micro-batch {odd}; one rank runs it for micro-batches {allowed}"
-            )
+            rule = f"stage {stage} moves to rank {rank} at micro-batch {odd}; one rank runs it for {allowed}"
             at = _position(schedule, rank, StageAction(stage, Kind.FORWARD, odd))
             raise BrokenSchedule(schedule, [(rank, at)], rule)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,6 +128,12 @@ def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, text: str, says
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=says):
         generate(f"file:{path}", 2, None, 1)
+
+
+def test_nothing_of_it_needs_torch() -> None:
+    modules = ("axes.pipeline.generate", "schedule.pipeline_check", "schedule.pipeline_messages")
+    load = "; ".join(f"import heptad.{module}" for module in modules)
+    subprocess.run([sys.executable, "-c", f"{load}; import sys; assert 'torch' not in sys.modules"], check=True)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
