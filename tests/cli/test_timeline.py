@@ -37,8 +37,9 @@ def test_json_has_the_published_figures(heptad: Heptad) -> None:
     assert code == 0 and err == ""
     assert (found["makespan"], found["idle"], found["peak_live"]) == (66, [6] * 8, [9] * 8)
     assert found["idle_fraction"] == pytest.approx(6 / 66)
-    lines = "\n".join(" ".join(line) for line in found["ranks"])
-    assert lines == format_schedule(generate("dualpipe", 8, None, 20))
+    assert found["idle_fraction"] == sum(found["idle"]) / (found["ranks"] * found["makespan"])
+    lines = json.loads(heptad(*DUALPIPE, "--json", "--actions")[1])["actions"]
+    assert "\n".join(lines) == format_schedule(generate("dualpipe", 8, None, 20))
     assert json.loads(heptad(*DUALPIPE, "--json", "--pairs", "early")[1])["idle"] == [3] * 8
 
 

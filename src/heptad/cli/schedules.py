@@ -65,7 +65,7 @@ def show(wanted: Wanted, actions: bool, as_json: bool, output: str | None) -> No
     if output is not None:
         Path(output).write_text(_picture(runs, wanted), encoding="utf-8")
     if as_json:
-        entries = [_numbers(run) for run in runs]
+        entries = [_numbers(run, actions) for run in runs]
         print(json.dumps(entries[0] if wanted.compare is None else {"schedules": entries}))
     elif actions:
         heads = [""] if wanted.compare is None else [f"# {schedule.name}\n" for schedule in schedules]
@@ -151,17 +151,20 @@ def _chunk(schedule: Schedule, wanted: Wanted) -> Chunk:
     return Chunk(at.f / part, at.i / part, at.w / part, at.b / part, at.pair / part)
 
 
-def _numbers(run: Simulation) -> dict[str, object]:
-    """What --json prints; `ranks`: for each, its actions."""
+def _numbers(run: Simulation, actions: bool) -> dict[str, object]:
+    """What --json prints: `idle` and `peak_live` by rank; with --actions the lines too."""
+    schedule = run.schedule
+    lines = {"actions": format_schedule(schedule).splitlines()} if actions else {}
     return {
-        "schedule": run.schedule.name,
-        "stages": run.schedule.num_stages,
-        "microbatches": run.schedule.num_microbatches,
-        "ranks": [[str(step) for step in line] for line in run.schedule.lines],
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
         "makespan": run.makespan,
         "idle_fraction": run.idle_fraction,
         "idle": list(run.idle),
         "peak_live": list(run.peak_live),
+        **lines,
     }
 
 
