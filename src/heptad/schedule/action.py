@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What an action does. F, B, I, W, C and O to p act on a unit, G to a on a bucket, U on everything."""
+    """What an action does. F, B, I, W, C, O to p and S to h act on a unit, G to a on a bucket, U on everything."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -44,6 +44,18 @@ class Kind(enum.Enum):
     ALL_REDUCE = "A"
     """Sum of the shard's gradient over the replicas of the shard (HSDP)."""
     WAIT_ALL_REDUCE = "a"
+    SEND = "S"
+    """The unit's output starts for the rank of the stage above."""
+    WAIT_SEND = "s"
+    RECEIVE = "E"
+    """Memory for the unit's input, which the rank of the stage below will send."""
+    WAIT_RECEIVE = "e"
+    SEND_GRAD = "T"
+    """The gradient of the unit's input starts for the rank of the stage below."""
+    WAIT_SEND_GRAD = "t"
+    RECEIVE_GRAD = "H"
+    """Memory for the gradient of the unit's output."""
+    WAIT_RECEIVE_GRAD = "h"
     UPDATE = "U"
 
 
@@ -54,6 +66,14 @@ WAIT_OF = {
     Kind.ALL_REDUCE: Kind.WAIT_ALL_REDUCE,
 }
 """Collectives: each start and its wait."""
+WAIT_OF_TRANSPORT = {
+    Kind.SEND: Kind.WAIT_SEND,
+    Kind.RECEIVE: Kind.WAIT_RECEIVE,
+    Kind.SEND_GRAD: Kind.WAIT_SEND_GRAD,
+    Kind.RECEIVE_GRAD: Kind.WAIT_RECEIVE_GRAD,
+}
+"""Between two stages of a pipeline: the other rank's program has the other half."""
+TRANSPORT = frozenset(WAIT_OF_TRANSPORT) | frozenset(WAIT_OF_TRANSPORT.values())
 WAIT_OF_MOVE = {Kind.OUT: Kind.WAIT_OUT, Kind.FETCH: Kind.WAIT_FETCH}
 """Moves between one rank's device and its host: no other rank takes part."""
 MOVES = frozenset(WAIT_OF_MOVE) | frozenset(WAIT_OF_MOVE.values())
@@ -61,7 +81,7 @@ MOVES = frozenset(WAIT_OF_MOVE) | frozenset(WAIT_OF_MOVE.values())
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`index` is a unit for COMPUTE and MOVES, a bucket for the others; both are -1 for UPDATE."""
+    """`index` is a unit for COMPUTE, MOVES and TRANSPORT, a bucket for the others; both are -1 for UPDATE."""
 
     kind: Kind
     index: int = -1
@@ -133,12 +153,15 @@ Group = tuple[tuple[int, ...], tuple[int, ...]]
 """Units that run C, then units that run backward: a segment, or one unit that is not recomputed."""
 
 
-def backward_order(units: Sequence[UnitUse], recompute: Segments) -> tuple[Group, ...]:
-    """The groups in the order of a backward: in each, C from the lowest unit up, then backward down."""
+def backward_order(units: Sequence[UnitUse], recompute: Segments, among: range | None = None) -> tuple[Group, ...]:
+    """The groups in the order of a backward: in each, C from the lowest unit up, then backward down.
+
+    among: only these units, whose segments lie within them.
+    """
     first = {segment[-1]: segment for segment in with_backward(recompute, units)}
     again = {unit for segment in first.values() for unit in segment}
     groups: list[Group] = []
-    for unit in reversed(range(len(units))):
+    for unit in reversed(range(len(units)) if among is None else among):
         if unit in first:
             groups.append((first[unit], first[unit][::-1]))
         elif unit not in again and units[unit].backward:

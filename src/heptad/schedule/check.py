@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from heptad.schedule.action import (
     COMPUTE,
     MOVES,
+    TRANSPORT,
     WAIT_OF,
+    WAIT_OF_TRANSPORT,
     Action,
     Kind,
     Program,
@@ -44,12 +46,14 @@ def check(
     rule: DataRule,
     recompute: Segments = (),
     max_gathered: int | None = None,
+    work: frozenset[tuple[int, int]] | None = None,
 ) -> None:
     """Raise ScheduleError unless `program` is a correct step (or evaluation: no update) of `units` under `rule`.
 
-    recompute: the segments whose forward keeps no graph.
+    recompute: the segments whose forward keeps no graph. work: the (unit, micro-batch) that this rank of a pipeline
+    runs; None: every unit on every micro-batch.
     """
-    state = _State(program, units, rule, recompute, max_gathered)
+    state = _State(program, units, rule, recompute, max_gathered, work)
     for position, action in enumerate(program):
         state.take(position, action)
     state.finish()
@@ -71,8 +75,16 @@ class _State:
     """What is known after a prefix of the program."""
 
     def __init__(
-        self, program: Program, units: Sequence[UnitUse], rule: DataRule, recompute: Segments, max_gathered: int | None
+        self,
+        program: Program,
+        units: Sequence[UnitUse],
+        rule: DataRule,
+        recompute: Segments,
+        max_gathered: int | None,
+        work: frozenset[tuple[int, int]] | None,
     ) -> None:
+        self.work = work
+        self.moving: set[tuple[Kind, int, int]] = set()  # transport started, not waited for
         self.program, self.units, self.rule, self.max_gathered = program, units, rule, max_gathered
         self.segment = {unit: segment for segment in with_backward(recompute, units) for unit in segment}
         self.trains = any(action.kind is Kind.UPDATE for action in program)
@@ -98,6 +110,8 @@ class _State:
             self._compute(action, position, require)
         elif kind in MOVES:
             self._move(action, require)
+        elif kind in TRANSPORT:
+            self._transport(action, require)
         elif kind in WAIT_OF:
             require((kind, index) not in self.pending, "started twice without a wait")
             self.pending[kind, index] = position
@@ -126,12 +140,37 @@ class _State:
             require(not missing, f"buckets {sorted(missing)} were not summed over their replicas")
             require(not self.pending, f"not waited for: {sorted(str(k) for k in self.pending)}")
             require(not self.away, f"units {sorted(unit for unit, _ in self.away)} are never fetched back")
+            require(not self.moving, f"sent or received without a wait: {sorted((u, m) for _, u, m in self.moving)}")
         else:
             start = next(begin for begin, wait in WAIT_OF.items() if wait is kind)
             require((start, index) in self.pending, "a wait without its start")
             del self.pending[start, index]
             if kind is Kind.WAIT_GATHER:
                 self.full.add(index)
+
+    def _transport(self, action: Action, require: object) -> None:
+        """S and T of what has been computed, once; E and H of what another rank computes; each with its wait."""
+        assert callable(require)
+        kind, unit, microbatch = action.kind, action.index, action.microbatch
+        start = next((begin for begin, wait in WAIT_OF_TRANSPORT.items() if wait is kind), None)
+        if start is not None:
+            require((start, unit, microbatch) in self.moving, "a wait without its start")
+            self.moving.discard((start, unit, microbatch))
+            return
+        require((kind, unit, microbatch) not in self.moving, "started twice without a wait")
+        neighbour = unit + (1 if kind in (Kind.SEND, Kind.RECEIVE_GRAD) else -1)
+        require(not self._here(neighbour, microbatch), f"unit {neighbour} runs on this rank: nothing to send or receive")
+        if kind is Kind.SEND:
+            require(Action(Kind.FORWARD, unit, microbatch) in self.done, "sent before it was computed")
+        elif kind is Kind.SEND_GRAD:
+            require(self._went_back(unit, microbatch), "a gradient sent before it was computed")
+        self.moving.add((kind, unit, microbatch))
+
+    def _here(self, unit: int, microbatch: int) -> bool:
+        return self.work is None or (unit, microbatch) in self.work
+
+    def _went_back(self, unit: int, microbatch: int) -> bool:
+        return any(Action(kind, unit, microbatch) in self.done for kind in (Kind.BACKWARD, Kind.INPUT_GRAD))
 
     def _move(self, action: Action, require: object) -> None:
         """O, o, P, p in this order, of what is there."""
@@ -159,11 +198,16 @@ class _State:
             kind is not Kind.RECOMPUTE or unit in self.segment, f"unit {unit} keeps its graph: nothing to recompute"
         )
         require((unit, microbatch) not in self.away, f"what unit {unit} keeps is not on the device")
-        for needed, index in self._needs(kind, unit):
+        require(self._here(unit, microbatch), f"unit {unit} runs on another rank")
+        for needed, index in self._needs(kind, unit, microbatch):
             require(Action(needed, index, microbatch) in self.done, f"{index}{needed.value}{microbatch} has not run")
         if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and unit + 1 < len(self.units):
-            above = {Action(k, unit + 1, microbatch) for k in (Kind.BACKWARD, Kind.INPUT_GRAD)}
-            require(bool(above & self.done), f"unit {unit + 1} has not run backward on micro-batch {microbatch}")
+            if self._here(unit + 1, microbatch):
+                done = self._went_back(unit + 1, microbatch)
+                require(done, f"unit {unit + 1} has not run backward on micro-batch {microbatch}")
+            else:
+                come = Action(Kind.WAIT_RECEIVE_GRAD, unit, microbatch) in self.done
+                require(come, f"the gradient of unit {unit} on micro-batch {microbatch} has not come")
         if self.rule.gather != "never":
             for bucket in self.units[unit].reads(kind):
                 require(bucket in self.full, f"bucket {bucket} is not gathered")
@@ -173,11 +217,13 @@ class _State:
             )
             self.written[bucket] = position
 
-    def _needs(self, kind: Kind, unit: int) -> list[tuple[Kind, int]]:
+    def _needs(self, kind: Kind, unit: int, microbatch: int) -> list[tuple[Kind, int]]:
         """What must have run before `kind` on `unit`, on the same micro-batch."""
         segment = self.segment.get(unit)
         match kind:
             case Kind.FORWARD:
+                if unit > 0 and not self._here(unit - 1, microbatch):
+                    return [(Kind.WAIT_RECEIVE, unit)]
                 return [(Kind.FORWARD, unit - 1)] * (unit > 0)
             case Kind.RECOMPUTE:
                 below = segment is not None and unit != segment[0]
@@ -188,17 +234,21 @@ class _State:
 
     def finish(self) -> None:
         """What must hold at the end: every unit ran on every micro-batch, in both directions when training."""
-        microbatches = {action.microbatch for action in self.done if action.kind in COMPUTE}
-        for microbatch in microbatches:
-            for index, unit in enumerate(self.units):
-                ran = {action.kind for action in self.done if (action.index, action.microbatch) == (index, microbatch)}
-                wanted = [{Kind.FORWARD}]
-                if self.trains and unit.backward:
-                    wanted = [{Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}]
-                if not any(need <= ran & COMPUTE for need in wanted):
-                    raise ScheduleError(
-                        self.program, len(self.program) - 1, f"unit {index} is incomplete on {microbatch}"
-                    )
+        ran: dict[tuple[int, int], set[Kind]] = {}
+        for action in self.done:
+            if action.kind in COMPUTE:
+                ran.setdefault((action.index, action.microbatch), set()).add(action.kind)
+        microbatches = {microbatch for _, microbatch in ran}
+        every = {(unit, microbatch) for unit in range(len(self.units)) for microbatch in microbatches}
+        for index, microbatch in sorted(every if self.work is None else self.work):
+            wanted = [{Kind.FORWARD}]
+            if self.trains and self.units[index].backward:
+                wanted = [{Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}]
+            if not any(need <= ran.get((index, microbatch), set()) for need in wanted):
+                where = len(self.program) - 1
+                raise ScheduleError(self.program, where, f"unit {index} is incomplete on {microbatch}")
+        if self.moving:
+            raise ScheduleError(self.program, len(self.program) - 1, "something was sent or received without a wait")
         if self.full:
             raise ScheduleError(self.program, len(self.program) - 1, f"buckets {sorted(self.full)} are never dropped")
         if self.pending:

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from heptad.schedule.action import COMPUTE, Action, Kind, Program, Segments, UnitUse, with_backward
+from heptad.schedule.action import COMPUTE, TRANSPORT, Action, Kind, Program, Segments, UnitUse, with_backward
+from heptad.schedule.expand import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,22 @@ class DataRule:
 
 
 _Slots = dict[int, list[Action]]
+_UP = {Kind.SEND, Kind.WAIT_SEND, Kind.RECEIVE, Kind.WAIT_RECEIVE}
 _REDUCTIONS = {Kind.REDUCE, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.WAIT_ALL_REDUCE}
-_ORDER_AFTER = [Kind.WAIT_OUT, Kind.DROP, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.REDUCE, Kind.OUT]
-"""Free memory first, then start what needs some."""
+_ORDER_BEFORE = [
+    *(Kind.RECEIVE, Kind.RECEIVE_GRAD, Kind.GATHER, Kind.FETCH),
+    *(Kind.WAIT_GATHER, Kind.WAIT_FETCH, Kind.WAIT_RECEIVE, Kind.WAIT_RECEIVE_GRAD, Kind.WAIT_SEND),
+]
+"""Start everything, then wait."""
+_ORDER_AFTER = [
+    *(Kind.SEND, Kind.WAIT_SEND_GRAD, Kind.SEND_GRAD),
+    *(Kind.WAIT_OUT, Kind.DROP, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.REDUCE, Kind.OUT),
+]
+"""Another rank waits for what is sent; then free memory, then start what needs some."""
 
 
 def lower(
-    compute: Program,
+    work: Program | Work,
     units: Sequence[UnitUse],
     rule: DataRule,
     update: bool = True,
@@ -56,10 +66,13 @@ def lower(
 ) -> Program:
     """The full program of one rank; `update` False for an evaluation (no reductions and no moves either).
 
-    recompute: the segments that `compute` recomputes; read only to tell what there is to move.
+    work: its compute actions, with the transport around them where there is a pipeline. recompute: the segments that
+    it recomputes; read only to tell what there is to move.
     """
-    before: _Slots = defaultdict(list)
-    after: _Slots = defaultdict(list)
+    work = work if isinstance(work, Work) else Work(work)
+    compute = work.compute
+    before: _Slots = defaultdict(list, {at: list(actions) for at, actions in work.before.items()})
+    after: _Slots = defaultdict(list, {at: list(actions) for at, actions in work.after.items()})
     tail: list[Action] = []
     _place_gathers(compute, units, rule, before, after)
     if update:
@@ -68,10 +81,11 @@ def lower(
         _place_moves(compute, with_backward(recompute, units), rule.prefetch, before, after)
     program: list[Action] = []
     for position, action in enumerate(compute):
-        program += sorted(before[position], key=lambda a: a.kind in (Kind.WAIT_GATHER, Kind.WAIT_FETCH))
+        program += sorted(before[position], key=lambda a: _ORDER_BEFORE.index(a.kind))
         program.append(action)
         program += sorted(after[position], key=lambda a: _ORDER_AFTER.index(a.kind))
-    return (*program, *tail, Action(Kind.UPDATE)) if update else tuple(program)
+    program += [*work.tail, *tail]
+    return (*program, Action(Kind.UPDATE)) if update else tuple(program)
 
 
 def _spans(positions: Sequence[int], whole: bool) -> list[tuple[int, int]]:
@@ -137,13 +151,16 @@ def _place_reductions(
 
 
 def _drains(compute: Program, writes: Sequence[int], rule: DataRule) -> list[int]:
-    """Positions of `writes` after which the bucket is reduced: the last of each micro-batch, or of the step."""
+    """Positions of `writes` after which the bucket is reduced: the last of each micro-batch, or of the step.
+
+    Not where the next action already writes to it again, for another micro-batch: one reduction drains both.
+    """
     if rule.reduce == "never":
         return []
     if rule.reduce == "step":
         return [writes[-1]]
     last = {compute[position].microbatch: position for position in writes}
-    return sorted(last.values())
+    return sorted(position for position in last.values() if position + 1 not in writes)
 
 
 def _place_moves(compute: Program, recompute: Segments, prefetch: int, before: _Slots, after: _Slots) -> None:
@@ -181,6 +198,8 @@ def phases(program: Program) -> tuple[str, ...]:
             serves[action.index] = following
         if action.kind in (Kind.GATHER, Kind.WAIT_GATHER):
             found.append(serves[action.index])
+        elif action.kind in TRANSPORT:
+            found.append("forward" if action.kind in _UP else "backward")
         else:
             found.append("backward" if action.kind in _REDUCTIONS else following)
     return tuple(reversed(found))
