@@ -1,8 +1,8 @@
 """The one place where axes meet: from a job to what one rank runs.
 
-Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; the tensor axis
-(what of each parameter is here, where the stream is cut); then the data axis, last of all, since it owns the storage of
-every parameter as the other axes have cut it.
+Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; the pipeline
+(which units are here); the tensor axis (what of each parameter is here, where the stream is cut); then the data axis,
+last of all, since it owns the storage of every parameter as the other axes have cut it.
 Read next: `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
 """
 
@@ -17,13 +17,18 @@ import torch
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.shard import Holders
 from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, replica_axes, shard_axes
+from heptad.axes.pipeline.balance import balanced, from_sizes, unit_costs
+from heptad.axes.pipeline.generate import claimed_live, generate
+from heptad.axes.pipeline.transport import Transport
 from heptad.axes.tensor.apply import cut_model
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
+from heptad.models.batch import Batch
 from heptad.models.build import Model, build
 from heptad.models.cut import Summed, cuts
+from heptad.models.share import shares
 from heptad.models.spec import UnitSpec
 from heptad.precision.policy import Policy
 from heptad.recompute.offload import Mover
@@ -32,7 +37,9 @@ from heptad.recompute.selective import drop_parts
 from heptad.schedule.action import Program, Segments, UnitUse, forward_only, gradient_accumulation
 from heptad.schedule.check import check
 from heptad.schedule.executor import Executor
+from heptad.schedule.expand import Stages, Work, evaluation, expand
 from heptad.schedule.lower import lower
+from heptad.schedule.pipeline_check import check_schedule
 
 if TYPE_CHECKING:
     from heptad.axes.data.fsdp2 import Fsdp2Engine
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parallel:
-    """What one rank holds of a job: groups, model, engine, executor."""
+    """What one rank holds of a job: groups, model, engine, executor; `stages`: where there is a pipeline."""
 
     job: Job
     mesh: Mesh
@@ -49,10 +56,13 @@ class Parallel:
     engine: DataEngine | Fsdp2Engine
     executor: Executor
     recompute: Segments
+    stages: Stages | None
+    transport: Transport | None
 
     def program(self, microbatches: int, train: bool = True) -> Program:
         """The checked program of a step (or an evaluation) of `microbatches` micro-batches."""
-        return step_program(self.job, self.engine.uses, microbatches, self.recompute, train)
+        place = self.mesh.layout.coords(self.mesh.rank)["pp"]
+        return step_program(self.job, self.engine.uses, microbatches, self.recompute, train, self.stages, place)
 
 
 def microbatches_of(job: Job) -> int:
@@ -60,33 +70,61 @@ def microbatches_of(job: Job) -> int:
     return job.train.global_batch // (Layout.of(job.layout).data_ranks * job.train.micro_batch)
 
 
+def stages_of(job: Job, units: Sequence[UnitSpec]) -> Stages | None:
+    """The schedule of a step and the units of each stage; None without a pipeline. Raises ConfigError."""
+    section = job.layout
+    if section.pp == 1:
+        return None
+    schedule = generate(section.schedule, section.pp, section.vpp, microbatches_of(job))
+    check_schedule(schedule, claimed_live(section.schedule, section.pp, section.vpp, microbatches_of(job)))
+    if section.layers_per_stage:
+        return Stages.of(schedule, from_sizes(section.layers_per_stage))
+    return Stages.of(schedule, balanced(unit_costs(job.model, job.data.seq_len), schedule.num_stages))
+
+
 def step_program(
-    job: Job, uses: tuple[UnitUse, ...], microbatches: int, recompute: Segments, train: bool = True
+    job: Job,
+    uses: tuple[UnitUse, ...],
+    microbatches: int,
+    recompute: Segments,
+    train: bool = True,
+    stages: Stages | None = None,
+    place: int = 0,
 ) -> Program:
-    """Generate, lower and check; raises ScheduleError if the result were wrong."""
+    """Generate, lower and check; raises ScheduleError if the result were wrong. `place`: along the pipeline."""
     rule = data_rule(job.layout)
-    compute = gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches)
+    if stages is None:
+        work = Work(gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches))
+    else:
+        work = expand(stages, place, uses, recompute) if train else evaluation(stages, place, uses, microbatches)
     offload = job.offload.activations == "cpu"
-    program = lower(compute, uses, rule, train, recompute, offload)
+    program = lower(work, uses, rule, train, recompute, offload)
     if offload and train:
         check_moves(program, job.layout)
-    check(program, uses, rule, recompute if train else ())
+    check(program, uses, rule, recompute if train else (), work=None if stages is None else work.pairs)
     return program
 
 
-def recomputed(job: Job, units: Sequence[UnitSpec]) -> Segments:
-    """Units whose forward runs again in the backward, in segments. Raises ConfigError for a policy that cannot work."""
+def recomputed(job: Job, units: Sequence[UnitSpec], stages: Stages | None = None) -> Segments:
+    """Units whose forward runs again in the backward, in segments, none of which reaches over two stages.
+
+    Raises ConfigError for a policy that cannot work.
+    """
     section = job.recompute
-    return segments(section.mode, section.segment, section.layers, [unit.kind for unit in units])
+    found = segments(section.mode, section.segment, section.layers, [unit.kind for unit in units])
+    if stages is None:
+        return found
+    parts = (tuple(unit for unit in segment if unit in stage) for segment in found for stage in stages.units)
+    return tuple(part for part in parts if part)
 
 
 def wanted_groups(zero: int) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
-    return [LOSS_AXES, shard_axes(zero), replica_axes(zero), holder_axes(zero), ("tp",)]
+    return [LOSS_AXES, shard_axes(zero), replica_axes(zero), holder_axes(zero), ("tp",), ("pp",)]
 
 
-def _tensor(job: Job, mesh: Mesh, model: Model) -> Holders:
-    """The tensor axis: seams of the model set, and who holds what of each parameter."""
+def _holders(job: Job, mesh: Mesh, model: Model, stages: Stages | None) -> Holders:
+    """The tensor axis: seams of the model set, and who holds what of each parameter, along the pipeline too."""
     section, group = job.layout, mesh.group("tp")
     held = cuts(model.specs, job.model, group.size, section.sequence_parallel)
     cut_model(model, group, section.sequence_parallel, section.keep_gathered, held[group.index])
@@ -94,7 +132,25 @@ def _tensor(job: Job, mesh: Mesh, model: Model) -> Holders:
     copies = max((cut.copies for cut in held[0].values() if cut.summed == "copies"), default=1)
     if copies > 1:
         sums["copies"] = mesh.neighbours("tp", copies)
-    return Holders(mesh.group(*holder_axes(section.zero)), held, group.index, sums)
+    every = range(len(model.units))
+    along = shares([every] if stages is None else stages.held_by_all(), model.unit_specs, model.specs)
+    ranks = sorted({ranks for share in along for ranks in share.groups()})
+    groups = {places: mesh.places("pp", places) for places in ranks}  # collective: all of them, on every rank
+    own = along[mesh.layout.coords(mesh.rank)["pp"]]
+    shared = {places: found for places, found in groups.items() if found is not None and places in own.groups()}
+    return Holders(mesh.group(*holder_axes(section.zero)), held, group.index, sums, own, shared)
+
+
+def _transport(job: Job, mesh: Mesh, engine: DataEngine, stages: Stages, dtype: torch.dtype) -> Transport:
+    layout, width = job.layout, job.model.width
+
+    def shape_of(batch: Batch) -> torch.Size:
+        if layout.sequence_parallel:
+            return torch.Size((-(-batch.ids.numel() // layout.tp), width))
+        return torch.Size((*batch.ids.shape, width))
+
+    up, down = mesh.group("pp"), mesh.another("pp")
+    return Transport(up, down, stages, engine.uses, shape_of, dtype, mesh.device)
 
 
 def apply(job: Job, rank: int, device: torch.device, model: Model | None = None) -> Parallel:
@@ -107,20 +163,24 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
         from heptad.models.compiled import compile_model  # torch's compiler takes seconds to load
 
         compile_model(model.module, job.model.activation)
+    stages = stages_of(job, model.unit_specs)
+    transport = None
     if job.layout.engine == "fsdp2":
         from heptad.axes.data.fsdp2 import Fsdp2Engine  # a second of imports that only this engine needs
 
         engine: DataEngine | Fsdp2Engine = Fsdp2Engine(model, mesh, policy, job.train.seed)
     else:
         shards, replicas = mesh.group(*shard_axes(zero)), mesh.group(*replica_axes(zero))
-        holders = _tensor(job, mesh, model)
+        holders = _holders(job, mesh, model, stages)
         seed, bucket_mb = job.train.seed, job.layout.bucket_mb
         engine = DataEngine(model, zero, shards, replicas, holders, policy, device, bucket_mb, seed)
-    recompute = recomputed(job, model.unit_specs)
+        if stages is not None:
+            transport = _transport(job, mesh, engine, stages, policy.params)
+    recompute = recomputed(job, model.unit_specs, stages)
     if job.recompute.mode == "selective":
         kinds = [unit.kind for unit in model.unit_specs]
         drop_parts(model, job.model, chosen("selective", job.recompute.layers, kinds))
     backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
     mover = Mover(model, device) if job.offload.activations == "cpu" else None
-    executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger, mover)
-    return Parallel(job, mesh, model, policy, engine, executor, recompute)
+    executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger, mover, transport)
+    return Parallel(job, mesh, model, policy, engine, executor, recompute, stages, transport)

@@ -30,18 +30,38 @@ class Mesh:
 
     def _make(self, axes: tuple[str, ...], size: int) -> Group:
         """Groups along `axes`, each cut into runs of `size`; returns this rank's."""
-        runs = [run[at : at + size] for run in self.layout.groups(axes) for at in range(0, len(run), size)]
+        every = self.layout.groups(axes)
+        runs = [run[at : at + size] for run in every for at in range(0, len(run), size)]
+        mine = self._of(self.layout.group_name(axes), runs, self._made)
+        assert mine is not None
+        return mine
+
+    def _of(
+        self, name: str, runs: Sequence[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]
+    ) -> Group | None:
+        """Makes the groups `runs` that are not in `made` yet, on all ranks alike; returns this rank's, if it has one."""
         for ranks in runs:
-            if ranks not in self._made:
-                self._made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-        ranks = next(run for run in runs if self.rank in run)
-        name, point_to_point = self.layout.group_name(axes), self.device.type == "cpu"
-        return Group(name, ranks, ranks.index(self.rank), self._made[ranks], self.ledger, point_to_point)
+            if ranks not in made:
+                made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        mine = next((run for run in runs if self.rank in run), None)
+        if mine is None:
+            return None
+        return Group(name, mine, mine.index(self.rank), made[mine], self.ledger, self.device.type == "cpu")
 
     def neighbours(self, axis: str, size: int) -> Group:
         """Runs of `size` neighbours along `axis` (a divisor of its degree). Collective over all ranks: made here."""
         assert self.layout.degree(axis) % size == 0, (axis, size)
         return self._make((axis,), size)
+
+    def places(self, axis: str, places: tuple[int, ...]) -> Group | None:
+        """The ranks at these places along `axis`, if this one is among them. Collective over all ranks: made here."""
+        return self._of(axis, [tuple(run[at] for at in places) for run in self.layout.groups((axis,))], self._made)
+
+    def another(self, axis: str) -> Group:
+        """A second group along `axis` with communication of its own. Collective over all ranks: made here."""
+        mine = self._of(self.layout.group_name((axis,)), self.layout.groups((axis,)), {})
+        assert mine is not None
+        return mine
 
     def group(self, *axes: str) -> Group:
         """The group along `axes`, which must be among those wanted at construction."""

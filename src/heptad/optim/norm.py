@@ -26,15 +26,21 @@ from heptad.mesh.collectives import Group, all_reduce
 CHUNK = 1 << 15
 
 
-def total_norm(shards: Sequence[Shard], p: float = 2.0) -> Tensor:
+def total_norm(shards: Sequence[Shard], p: float = 2.0, pipeline: Group | None = None) -> Tensor:
     """p-norm of the whole gradient held as `shards` (p = 2 or inf): a 0-d fp64 tensor, equal on all ranks."""
     trainable = [shard for shard in shards if shard.spec.trainable]
-    return _norm([(_counted(shard), () if shard.group is None else (shard.group,)) for shard in trainable], p)
+    parts = [(_counted(shard), () if shard.group is None else (shard.group,)) for shard in trainable]
+    if pipeline is None or pipeline.size == 1:
+        return _norm(parts, p)
+    own = _norm(parts, p) if parts else torch.zeros((), dtype=torch.float64, device=shards[0].master.device)
+    total = own.square() if p == 2.0 else own
+    all_reduce(total, pipeline, "norm", "sum" if p == 2.0 else "max").wait()
+    return total.sqrt() if p == 2.0 else total
 
 
 def _counted(shard: Shard) -> Tensor:
     """The gradient on its owner, none of it elsewhere: all ranks of a group take part in its all-reduce."""
-    return shard.gradient() if shard.owner else shard.gradient()[:0]
+    return shard.gradient() if shard.owner and shard.counted else shard.gradient()[:0]
 
 
 def grad_norm(

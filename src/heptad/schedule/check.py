@@ -159,7 +159,7 @@ class _State:
             return
         require((kind, unit, microbatch) not in self.moving, "started twice without a wait")
         neighbour = unit + (1 if kind in (Kind.SEND, Kind.RECEIVE_GRAD) else -1)
-        require(not self._here(neighbour, microbatch), f"unit {neighbour} runs on this rank: nothing to send or receive")
+        require(not self._here(neighbour, microbatch), f"unit {neighbour} runs here: nothing to send or receive")
         if kind is Kind.SEND:
             require(Action(Kind.FORWARD, unit, microbatch) in self.done, "sent before it was computed")
         elif kind is Kind.SEND_GRAD:

@@ -24,7 +24,7 @@ from heptad.models.batch import Batch
 from heptad.models.build import Model, loose_params, tapped_modules
 from heptad.models.decoder import Head
 from heptad.models.taps import GradSink, Tape, write_weight_grads
-from heptad.schedule.action import COMPUTE, MOVES, Action, Kind, Program, Segments
+from heptad.schedule.action import COMPUTE, MOVES, TRANSPORT, Action, Kind, Program, Segments
 from heptad.schedule.lower import phases
 from heptad.trace import Event
 
@@ -60,6 +60,13 @@ class Mover(Protocol):
         """The backward of `key` has read it all; its taps hold what W reads."""
 
 
+class Transport(Protocol):
+    """Who sends and receives what lies between two stages of a pipeline (`axes/pipeline/transport.py`)."""
+
+    def act(self, action: Action, at: Any) -> None:
+        """Run S to h: outputs from and inputs into `at.boundaries`, gradients from and into `at.grads`."""
+
+
 def set_tape(module: nn.Module, tape: Tape | None) -> None:
     """`module.tape = tape` past nn.Module's search for parameters, which takes 20 times as long, twice a module."""
     object.__setattr__(module, "tape", tape)
@@ -91,8 +98,10 @@ class Executor:
         rank: int = 0,
         ledger: Ledger | None = None,
         mover: Mover | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        self.model, self.engine, self.rank, self.mover = model, engine, rank, mover
+        self.model, self.engine, self.rank = model, engine, rank
+        self.mover, self.transport = mover, transport
         self.ledger = Ledger() if ledger is None else ledger
         self.phase = "forward"  # of the action under way
         self.backward_from = backward_from  # first unit that has a backward
@@ -117,7 +126,7 @@ class Executor:
         logits: bool = False,
         outputs_ready: Callable[[list[Tensor]], None] | None = None,
     ) -> list[Tensor]:
-        """Run `program`; returns each micro-batch's output of the last unit (detached).
+        """Run `program`; returns the output of the last unit (detached) for each micro-batch that it runs on here.
 
         scale: gradient of the last unit's output (one over the step's count of targets), asked for when its backward
         runs. outputs_ready: called with those outputs after the last forward; update: what U does, given them. logits:
@@ -136,6 +145,9 @@ class Executor:
             elif action.kind in MOVES:
                 assert self.mover is not None
                 self.mover.act(action)
+            elif action.kind in TRANSPORT:
+                assert self.transport is not None
+                self.transport.act(action, step)
             else:
                 self.engine.act(action, self.phase)
             if record is not None:
@@ -196,6 +208,7 @@ class _Step:
         self.grads: dict[tuple[int, int], Tensor] = {}  # gradient of a unit's output
         self.outputs: list[Tensor] = []
         self.last = len(executor.model.units) - 1
+        self.num_outputs = sum(a.kind is Kind.FORWARD and a.index == self.last for a in program)
 
     def compute(self, action: Action) -> None:
         """Run one compute action."""
@@ -239,7 +252,7 @@ class _Step:
             mover.keep((unit, microbatch), inputs, batch)
         if unit == self.last:
             self.outputs.append(output.detach())
-            if self.outputs_ready is not None and len(self.outputs) == len(self.batches):
+            if self.outputs_ready is not None and len(self.outputs) == self.num_outputs:
                 self.outputs_ready(self.outputs)
         else:
             self.boundaries[unit, microbatch] = output.detach().requires_grad_(grad)

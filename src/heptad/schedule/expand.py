@@ -2,9 +2,9 @@
 
 A stage is a run of units. F of a stage is F of its units; B is C and B of its units from the top (`backward_order`), I
 and W likewise. An overlapped pair alternates between its two micro-batches, unit by unit: forward of one, backward of
-the other, so each one's communication runs under the other's computation. Where the neighbouring stage lies on another
-rank, the stage's last F is followed by a send (S) of its output and its first is preceded by the wait (e) for its input,
-and gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed. An output
+the other, so each one's communication runs under the other's computation. Where the neighbouring stage lies on
+another rank, the stage's last F is followed by a send (S) of its output and its first is preceded by the wait (e) for
+its input, and gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed. An output
 that was sent is waited for (s) when its gradient has come back, which proves that it arrived; a gradient that was sent
 (t) when the next one is. Read next: `lower.py`, `axes/pipeline/transport.py`.
 """
@@ -63,6 +63,10 @@ class Stages:
         """Units on `rank`, lowest first."""
         stages = sorted({stage for ranks in self.where for stage, owner in enumerate(ranks) if owner == rank})
         return tuple(unit for stage in stages for unit in self.units[stage])
+
+    def held_by_all(self) -> tuple[tuple[int, ...], ...]:
+        """`held` of every rank along the pipeline."""
+        return tuple(self.held(rank) for rank in range(self.schedule.num_ranks))
 
     def sends_up(self, stage: int, microbatch: int) -> bool:
         """Whether the output of `stage` goes to another rank."""

@@ -4,8 +4,8 @@ A step: count the targets of the whole global batch (one integer all-reduce unde
 program, whose last unit's output is scaled by one over that count, so gradients are only ever summed; the loss is
 summed over ranks under the backward; then, in U: the gradient norm of the whole model, one decision that all ranks
 share (finite or not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of
-them counts, the others add exact zeros to the same sums. Read next: `schedule/executor.py`, `optim/build.py`,
-`loop.py`.
+them counts, the others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. Read
+next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from heptad.axes.apply import Parallel, apply, microbatches_of
 from heptad.axes.data.stages import LOSS_AXES
 from heptad.config.schema import Job
-from heptad.mesh.collectives import Group, Work, all_reduce
+from heptad.mesh.collectives import Group, Work, all_reduce, broadcast
 from heptad.mesh.host import host_value
 from heptad.mesh.ledger import LibraryLedger
 from heptad.mesh.piece import Piece
@@ -66,14 +66,15 @@ class LossSum:
     counts: whether this rank's loss is part of the sum; its wish to stop always is.
     """
 
-    def __init__(self, group: Group, stop: bool, counts: bool = True) -> None:
-        self.group, self.stop, self.counts = group, stop, counts
+    def __init__(self, group: Group, stop: bool, device: torch.device, counts: bool = True) -> None:
+        self.group, self.stop, self.device, self.counts = group, stop, device, counts
         self._work: Work | None = None
 
     def start(self, losses: list[Tensor]) -> None:
         """After the last forward; a second call changes nothing."""
         if self._work is None:
-            self.local = torch.stack(losses).double().sum()
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            self.local = torch.stack(losses).double().sum() if losses else zero  # none but on a last stage
             counted = self.local if self.counts else torch.zeros_like(self.local)
             self._figures = torch.stack([counted, torch.full_like(self.local, float(self.stop))])
             self._work = all_reduce(self._figures, self.group, "loss")
@@ -94,7 +95,10 @@ class Trainer:
         self.job, self.rank, self.device = job, rank, device
         self.engine, self.mesh = self.parallel.engine, self.parallel.mesh
         self.loss_group = self.mesh.group(*LOSS_AXES)
-        self.counts = self.mesh.layout.coords(rank)["tp"] == 0
+        coords = self.mesh.layout.coords(rank)
+        self.counts = coords["tp"] == 0
+        self.counts_targets = self.counts and coords["pp"] == 0
+        self.pipeline = self.mesh.group("pp")
         self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
         self.program = self.parallel.program(microbatches_of(job))
         self.result: StepResult | None = None
@@ -116,7 +120,7 @@ class Trainer:
         self._mode(training=True)
         num_targets = self.count_targets(batches)
         self.engine.begin_step()
-        loss = LossSum(self.loss_group, stop, self.counts)
+        loss = LossSum(self.loss_group, stop, self.device, self.counts)
 
         def update(losses: list[Tensor]) -> None:
             loss.start(losses)
@@ -157,7 +161,7 @@ class Trainer:
         The first forward hides it; the first backward asks.
         """
         count = torch.stack([(batch.labels >= 0).sum() for batch in batches]).sum()
-        count = count if self.counts else torch.zeros_like(count)
+        count = count if self.counts_targets else torch.zeros_like(count)
         work = all_reduce(count, self.loss_group, "count")
 
         def wait() -> int:
@@ -172,7 +176,7 @@ class Trainer:
         self.engine.finish_grads()
         total, stops = summed.wait()
         loss = total / max(num_targets, 1)
-        norm = total_norm(self.engine.shards)
+        norm = total_norm(self.engine.shards, pipeline=self.pipeline)
         norm_value = host_value(norm, expected=0.0)
         finite = math.isfinite(loss) and math.isfinite(norm_value)
         bad_rank = None if finite else self._first_bad_rank(summed.local)
@@ -200,11 +204,12 @@ class Trainer:
         self._mode(training=False)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
-            for batch in batches:
-                batch = batch.to(self.device)
-                loss = self.parallel.executor.run(self.parallel.program(1, train=False), [batch])[0]
-                if self.counts:
-                    sums += torch.stack([loss.double(), (batch.labels >= 0).sum().double()])
+            batches = [batch.to(self.device) for batch in batches]
+            losses = self.parallel.executor.run(self.parallel.program(len(batches), train=False), batches)
+            if self.counts and losses:
+                sums[0] = torch.stack(losses).double().sum()
+            if self.counts_targets:
+                sums[1] = torch.stack([(batch.labels >= 0).sum() for batch in batches]).sum().double()
         all_reduce(sums, self.loss_group, "evaluate").wait()
         total, count = (host_value(value, expected=1.0) for value in sums)
         return total / max(count, 1.0)
@@ -219,7 +224,13 @@ class Trainer:
         self._mode(training=False)
         program = self.parallel.program(1, train=False)
         with torch.no_grad():
-            return self.parallel.executor.run(program, [batch.to(self.device)], logits=True)[0]
+            found = self.parallel.executor.run(program, [batch.to(self.device)], logits=True)
+        if self.parallel.stages is None:
+            return found[0]
+        shape, dtype = (*batch.ids.shape, self.job.model.vocab), self.parallel.policy.params
+        logits = found[0].contiguous() if found else torch.empty(shape, dtype=dtype, device=self.device)
+        broadcast(logits, self.parallel.stages.where[0][-1], self.pipeline, "sample").wait()
+        return logits
 
     def agree(self, flag: bool) -> bool:
         """True on every rank when any rank says so."""

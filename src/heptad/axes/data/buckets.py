@@ -8,11 +8,12 @@ every prediction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from heptad.models.cut import Cut, Summed
+from heptad.models.share import Share
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.schedule.action import UnitUse
 from heptad.units import MB
@@ -39,29 +40,39 @@ class BucketSpec:
 
 
 def plan_buckets(
-    units: Sequence[UnitSpec], specs: Sequence[ParamSpec], num_shards: int, bucket_mb: float, bytes_per_element: int
+    units: Sequence[UnitSpec],
+    specs: Sequence[ParamSpec],
+    num_shards: int,
+    bucket_mb: float,
+    bytes_per_element: int,
+    share: Share | None = None,
 ) -> tuple[BucketSpec, ...]:
-    """Buckets in program order of their first unit. A parameter that two units own (one listed twice) has one slot."""
+    """Buckets in program order of their first unit. A parameter that two units own (one listed twice) has one slot.
+
+    share: of a pipeline, only what this rank holds; parameters that other ranks hold too have buckets of their own,
+    which are the same on each of them.
+    """
     by_name = {spec.name: spec for spec in specs}
     buckets: list[BucketSpec] = []
-    open_: dict[bool, list[ParamSpec]] = {True: [], False: []}
+    open_: dict[tuple[bool, tuple[int, ...]], list[ParamSpec]] = {}
     seen: set[str] = set()
 
-    def close(trainable: bool) -> None:
-        if open_[trainable]:
-            buckets.append(_bucket(len(buckets), open_[trainable], num_shards, trainable))
-            open_[trainable] = []
+    def close(key: tuple[bool, tuple[int, ...]]) -> None:
+        if members := open_.pop(key, []):
+            buckets.append(_bucket(len(buckets), members, num_shards, key[0]))
 
-    for unit in units:
-        for name in unit.params:
+    for index, unit in enumerate(units):
+        here = share is None or index in share.units
+        for name in (*unit.params, *(unit.borrowed if share is not None else ())) if here else ():
             if name not in seen:
                 seen.add(name)
-                open_[by_name[name].trainable].append(by_name[name])
-        for trainable, members in open_.items():
+                key = by_name[name].trainable, () if share is None else share.holders[name]
+                open_.setdefault(key, []).append(by_name[name])
+        for key, members in list(open_.items()):
             if sum(spec.numel for spec in members) * bytes_per_element >= bucket_mb * MB:
-                close(trainable)
-    close(True)
-    close(False)
+                close(key)
+    for key in sorted(open_, key=lambda key: not key[0]):
+        close(key)
     return tuple(buckets)
 
 
@@ -77,14 +88,27 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def unit_uses(units: Sequence[UnitSpec], buckets: Sequence[BucketSpec]) -> tuple[UnitUse, ...]:
-    """What each unit reads and writes, in buckets. A unit with nothing trainable in or below it has no backward."""
+def unit_uses(
+    units: Sequence[UnitSpec],
+    buckets: Sequence[BucketSpec],
+    specs: Sequence[ParamSpec] = (),
+    share: Share | None = None,
+) -> tuple[UnitUse, ...]:
+    """What each unit reads and writes, in buckets. A unit with nothing trainable in or below it has no backward.
+
+    specs, share: of a pipeline, all parameters of the model, and which units are this rank's: others touch nothing.
+    """
     home = {slot.spec.name: bucket for bucket in buckets for slot in bucket.slots}
+    trained = {spec.name for spec in specs if spec.trainable}
+    trained |= {name for name, bucket in home.items() if bucket.trainable}
     uses, trainable_below = [], False
-    for unit in units:
+    for index, unit in enumerate(units):
         names = (*unit.params, *unit.borrowed)
+        trainable_below = trainable_below or any(name in trained for name in names)
+        if share is not None and index not in share.units:
+            uses.append(UnitUse(unit.name, (), (), (), trainable_below))
+            continue
         writes = _indices(home[name] for name in names if home[name].trainable)
-        trainable_below = trainable_below or bool(writes)
         reads = _indices(home[name] for name in unit.backward_reads)
         uses.append(UnitUse(unit.name, _indices(home[name] for name in names), reads, writes, trainable_below))
     return tuple(uses)
@@ -116,12 +140,18 @@ def whole_range(cut: Cut, start: int, stop: int) -> tuple[int, int]:
     return cut.start + min(start, real), cut.start + min(stop, real)
 
 
-def part_width(buckets: Sequence[BucketSpec], cuts: Mapping[str, Cut], num_shards: int, kind: Summed) -> int:
-    """Elements one rank gives to the sum of kind `kind`: the most that any data shard has, so that all give as many."""
+def part_width(buckets: Sequence[BucketSpec], names: Collection[str], num_shards: int) -> int:
+    """Elements one rank gives to a sum of the gradients of `names`: the most that any data shard has of them, so that
+    all give as many."""
     totals = [0] * num_shards
     for bucket in buckets:
         for slot in bucket.slots:
-            if slot.spec.trainable and cuts[slot.spec.name].summed == kind:
+            if slot.spec.trainable and slot.spec.name in names:
                 for shard, (start, stop) in enumerate(ranges_of(bucket, slot, num_shards)):
                     totals[shard] += stop - start
     return max(totals)
+
+
+def parts_of(cuts: Mapping[str, Cut], kind: Summed) -> frozenset[str]:
+    """Parameters whose gradient on a tensor rank is a part of that kind."""
+    return frozenset(name for name, cut in cuts.items() if cut.summed == kind)

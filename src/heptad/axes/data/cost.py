@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from heptad.axes.data.buckets import BucketSpec, part_width
+from heptad.axes.data.buckets import BucketSpec, part_width, parts_of
 from heptad.mesh.layout import Layout
 from heptad.models.cut import Cut, Summed
 from heptad.models.spec import ParamSpec, UnitSpec
@@ -128,7 +128,7 @@ def parts_traffic(
     """Once a step: gradients that are only a part on each tensor rank, one all-reduce a group of ranks."""
     copies = max((cut.copies for cut in cuts.values() if cut.summed == "copies"), default=1)
     kinds: tuple[tuple[Summed, int], ...] = (("tensor", tp), ("copies", copies))
-    widths = [(part_width(buckets, cuts, num_shards, kind), ranks) for kind, ranks in kinds]
+    widths = [(part_width(buckets, parts_of(cuts, kind), num_shards), ranks) for kind, ranks in kinds]
     return [
         Transfer("all_reduce", "tp", "shared", sent_bytes("all_reduce", width * reduce_bytes, ranks))
         for width, ranks in widths

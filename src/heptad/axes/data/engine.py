@@ -7,15 +7,15 @@ stage it is shows only in `Placement` and in the program that `schedule/lower.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from heptad.axes.data.bucket import Bucket, Placement
-from heptad.axes.data.buckets import part_width, plan_buckets, unit_uses
-from heptad.axes.data.shard import Holders, sum_parts
+from heptad.axes.data.buckets import BucketSpec, part_width, parts_of, plan_buckets, unit_uses
+from heptad.axes.data.shard import Holders, Shard, sum_parts
 from heptad.mesh.collectives import Group
 from heptad.models.build import Model
 from heptad.models.init import fill
@@ -48,23 +48,17 @@ class DataEngine:
         seed: int,
     ) -> None:
         place = Placement(shard_group, replica_group, free_params=zero == 3, free_grads=zero >= 2, sharded=zero > 0)
-        local = [holders.own(spec.name).local for spec in model.specs]
-        planned = plan_buckets(model.unit_specs, local, shard_group.size, bucket_mb, policy.reduce.itemsize)
+        share = holders.share
+        local = [holders.own(spec.name).local for spec in share.specs]
+        planned = plan_buckets(model.unit_specs, local, shard_group.size, bucket_mb, policy.reduce.itemsize, share)
         self.policy, self.place, self.seed = policy, place, seed
-        self.uses = unit_uses(model.unit_specs, planned)
+        self.uses = unit_uses(model.unit_specs, planned, model.specs, share)
         self.buckets = [Bucket(spec, place, policy, device) for spec in planned]
         self._home = {name: bucket for bucket in self.buckets for name in bucket.params}
         model.bind({name: bucket.params[name] for name, bucket in self._home.items()})
         self._names = {param: name for name, param in model.params.items()}
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards(holders)]
-        self._parts = [
-            (
-                [shard for shard in self.shards if shard.sum_group is group and shard.spec.trainable],
-                group,
-                part_width(planned, holders.cuts[holders.index], shard_group.size, kind),
-            )
-            for kind, group in holders.sums.items()
-        ]
+        self._parts = self._sums(holders, planned)
         self._summed = False
         self._acts: dict[Kind, Callable[[Bucket, str], None]] = {
             Kind.GATHER: Bucket.gather,
@@ -76,6 +70,21 @@ class DataEngine:
             Kind.WAIT_ALL_REDUCE: lambda bucket, _: bucket.wait_all_reduce(),
         }
         self.initialise()
+
+    def _sums(self, holders: Holders, planned: Sequence[BucketSpec]) -> list[tuple[list[Shard], Group, int]]:
+        """Gradients that are only a part after the data axis's reduction, the group of their sum, its width: over
+        tensor ranks, then over the ranks of the pipeline that hold the same parameter."""
+        cuts, num_shards = holders.cuts[holders.index], self.place.shard_group.size
+        sums = [(group, parts_of(cuts, kind)) for kind, group in holders.sums.items()]
+        sums += [(group, holders.share.shared(ranks)) for ranks, group in holders.stages.items()]
+        return [
+            (
+                [shard for shard in self.shards if shard.spec.name in names and shard.spec.trainable],
+                group,
+                part_width(planned, names, num_shards),
+            )
+            for group, names in sums
+        ]
 
     def initialise(self) -> None:
         """Keyed initial values of this rank's ranges: the same whole tensors for any layout."""

@@ -11,6 +11,7 @@ from heptad.axes.data.buckets import tiles_of, whole_range
 from heptad.mesh.collectives import Group, all_reduce
 from heptad.mesh.piece import Piece
 from heptad.models.cut import Cut, Summed
+from heptad.models.share import Ranks, Share
 from heptad.models.spec import ParamSpec
 
 
@@ -24,7 +25,8 @@ class Shard:
     group: the ranks that together hold the parameter; None when each rank holds all of it.
     ranges: [start, stop) on every rank of `group`, empty for one that is no owner: they tile the tensor.
     owner: of the ranks of `group` that hold the same range, one is; it counts in the norm and takes part in gathers.
-    sum_group: ranks over whose gradients the sum still runs after the data axis's reduction.
+    sum_group: tensor ranks over whose gradients the sum still runs after the data axis's reduction.
+    counted: whether this stage of a pipeline counts it: a copy on a later stage does not.
     """
 
     spec: ParamSpec
@@ -36,6 +38,7 @@ class Shard:
     ranges: tuple[tuple[int, int], ...] = ()
     owner: bool = True
     sum_group: Group | None = None
+    counted: bool = True
 
     def gradient(self) -> Tensor:
         """The gradient of a trainable parameter."""
@@ -53,13 +56,16 @@ class Holders:
 
     group: data shards × tensor ranks, the latter innermost. cuts: for each tensor rank, by parameter's name, what it
     holds of it before the data axis cuts; index: this rank's place among them. sums: groups of gradients that are
-    only a part (`models/cut.py`).
+    only a part (`models/cut.py`). share: what this rank of the pipeline holds; stages: of parameters that other ranks
+    of it hold too, by their places, the group of these.
     """
 
     group: Group
     cuts: Sequence[Mapping[str, Cut]]
     index: int
     sums: Mapping[Summed, Group]
+    share: Share
+    stages: Mapping[Ranks, Group]
 
     def own(self, name: str) -> Cut:
         """What this tensor rank holds of parameter `name`."""
@@ -79,7 +85,8 @@ class Holders:
         group = self.group if self.group.size > 1 else None
         tiles = () if group is None else tiles_of(ranges, [cuts[name] for cuts in self.cuts])
         sum_group = self.sums.get(own.summed)
-        return Shard(own.spec, start, stop, master[real], grad, group, tiles, own.owner, sum_group)
+        counted = self.share.counts(name)
+        return Shard(own.spec, start, stop, master[real], grad, group, tiles, own.owner, sum_group, counted)
 
 
 def sum_parts(shards: Sequence[Shard], group: Group, width: int) -> None:

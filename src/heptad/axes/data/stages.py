@@ -22,8 +22,9 @@ def holder_axes(zero: int) -> tuple[str, ...]:
     return (*shard_axes(zero), "tp")
 
 
-LOSS_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-"""Axes over which losses and finite checks are summed; tensor ranks read the same tokens, so one of them counts."""
+LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes over which losses and finite checks are summed; tensor ranks and the ranks of a pipeline read the same tokens,
+so one of them counts."""
 
 
 def data_rule(section: LayoutSection) -> DataRule:
