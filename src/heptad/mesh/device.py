@@ -39,7 +39,7 @@ class Mesh:
     def _of(
         self, name: str, runs: Sequence[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]
     ) -> Group | None:
-        """Makes the groups `runs` that are not in `made` yet, on all ranks alike; returns this rank's, if it has one."""
+        """Makes the groups `runs` that are not in `made` yet, on all ranks alike; this rank's, if it is in one."""
         for ranks in runs:
             if ranks not in made:
                 made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None

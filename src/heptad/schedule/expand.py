@@ -4,9 +4,9 @@ A stage is a run of units. F of a stage is F of its units; B is C and B of its u
 and W likewise. An overlapped pair alternates between its two micro-batches, unit by unit: forward of one, backward of
 the other, so each one's communication runs under the other's computation. Where the neighbouring stage lies on
 another rank, the stage's last F is followed by a send (S) of its output and its first is preceded by the wait (e) for
-its input, and gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed. An output
-that was sent is waited for (s) when its gradient has come back, which proves that it arrived; a gradient that was sent
-(t) when the next one is. Read next: `lower.py`, `axes/pipeline/transport.py`.
+its input, and gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed.
+An output that was sent is waited for (s) when its gradient has come back, which proves that it arrived; a gradient that
+was sent (t) when the next one is. Read next: `lower.py`, `axes/pipeline/transport.py`.
 """
 
 from __future__ import annotations
