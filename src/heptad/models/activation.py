@@ -1,7 +1,7 @@
 """What stands between an MLP's two linears: act(up), or act(gate) · up (Shazeer, arXiv 2002.05202), element by element.
 
 Plain autograd would keep act(gate) for the product's backward; here it is formed again from gate, which the
-activation's own backward keeps anyway: a fifth of the bytes of a gated block less for one more pass over them, same
+activation's own backward keeps anyway: 17 % fewer bytes a block of Llama 3 8B for one more pass over them, same
 bits. Read next: `decoder.py` (who calls it), `compiled.py`, `recompute/cost.py` (what is kept).
 """
 
