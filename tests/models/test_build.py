@@ -199,3 +199,21 @@ def test_the_heads_loss_is_chunked_as_the_job_says_and_a_class_of_its_own_refuse
     with pytest.raises(ConfigError, match="computes its own loss"):
         build(job.model_copy(update={"model": EXAMPLE}))
     build(Job(model=EXAMPLE))
+
+
+class Other(nn.Module):
+    """A class whose inside is not known."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(section.vocab, section.width), nn.Linear(section.width, section.vocab)
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, self.last]
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_class_whose_inside_is_not_known_is_not_cut(axis: str) -> None:
+    job = Job.model_validate({"model": {"class": f"{__name__}:Other"}, "layout": {axis: 2}})
+    with pytest.raises(ConfigError, match=rf"layout.{axis} = 2\n.*it is not known"):
+        build(job)

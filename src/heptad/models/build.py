@@ -74,10 +74,23 @@ def build(job: Job) -> Model:
             module = _load(job.model.class_)(job.model)
     if isinstance(module, Decoder):
         module.head.loss_chunk = job.train.loss_chunk
-    elif job.train.loss_chunk != "auto":
+    else:
+        _check_own(job)
+    return wrap(module, job.model)
+
+
+def _check_own(job: Job) -> None:
+    """What needs a decoder's inside: which linears to cut, what lies between units, a loss in parts."""
+    base = "or a class that subclasses heptad.models.decoder.Decoder"
+    if job.train.loss_chunk != "auto":
         rule = f"it would have no effect: {job.model.class_} computes its own loss"
         raise ConfigError.of("train.loss_chunk", job.train.loss_chunk, rule, "remove it")
-    return wrap(module, job.model)
+    if job.layout.tp > 1:
+        rule = f"of {job.model.class_} it is not known which linears to cut, and how"
+        raise ConfigError.of("layout.tp", job.layout.tp, rule, f"tp = 1, {base}")
+    if job.layout.pp > 1:
+        rule = f"of {job.model.class_} it is not known what passes from one unit to the next"
+        raise ConfigError.of("layout.pp", job.layout.pp, rule, f"pp = 1, {base}")
 
 
 def wrap(module: nn.Module, section: ModelSection) -> Model:

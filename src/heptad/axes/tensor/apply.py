@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from heptad.errors import ConfigError
 from heptad.mesh.collectives import Group
 from heptad.mesh.regions import Stream
 from heptad.models.attention import Attention
@@ -21,16 +20,10 @@ from heptad.models.parallel import RowLinear, TokenTable
 
 
 def cut_model(model: Model, group: Group, sequence: bool, keep: bool, cuts: dict[str, Cut]) -> None:
-    """Set the seams of `model` for rank `group.index`; `cuts`: what it holds of each parameter.
-
-    Raises ConfigError for a class of the user's own that is no Decoder: what to cut of it is not known.
-    """
+    """Set the seams of `model`, a decoder, for rank `group.index`; `cuts`: what it holds of each parameter."""
     if group.size == 1:
         return
-    if not isinstance(model.module, Decoder):
-        name = type(model.module).__name__
-        rule = "layout.tp > 1 cuts heptad's Decoder and its subclasses, whose linears it knows"
-        raise ConfigError.of("model.class", name, rule, "subclass heptad.models.decoder.Decoder, or tp = 1")
+    assert isinstance(model.module, Decoder), "build() refuses other classes"
     stream = Stream(group, sequence, keep)
     for name, module in model.module.named_modules():
         if hasattr(module, "stream"):
