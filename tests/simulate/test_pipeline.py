@@ -156,7 +156,7 @@ def naive_times(schedule: Schedule, times: Times, block: bool) -> dict[str, tupl
             now = 0.0
             for step in line:
                 sides = (step.forward, step.backward) if isinstance(step, Pair) else (step,)
-                seconds = [times.of("FBIW".index(side.kind.value), side.stage) for side in sides]
+                seconds = [times.of(side.kind.value, side.stage) for side in sides]
                 if block and len(sides) == 2:
                     start = max(now, *map(there, sides))
                     now = start + sum(seconds)
@@ -187,7 +187,7 @@ def test_uneven_stages_equal_the_slow_way(name: str, half: int, more: int, block
             got[run.lines.name(code)] = (run.starts[rank][at], run.ends[rank][at])
     assert got == expected
     assert run.peak_live == peak_live(schedule)
-    work = [sum(times.of("FBIW".index(a.kind.value), a.stage) for a in singles(line)) for line in schedule.lines]
+    work = [sum(times.of(a.kind.value, a.stage) for a in singles(line)) for line in schedule.lines]
     assert run.idle == pytest.approx([run.makespan - value for value in work])
 
 

@@ -77,19 +77,27 @@ class Panel:
     events: Sequence[Event]
     num_ranks: int
     chunks: int = 1
+    end_s: float = 0.0
+    """The step's end, where the events may not hold its last action."""
+
+    @property
+    def drawn(self) -> range:
+        """The ranks that have a row: all, or every n-th."""
+        return _drawn(self.num_ranks)
 
     @classmethod
     def simulated(cls, run: Simulation, title: str, note: str) -> Panel:
         """Of the simulator's result."""
         ranks = run.schedule.num_ranks
-        return cls(title, note, list(run.events()), ranks, max(1, run.schedule.num_stages // ranks))
+        events = list(run.events(_drawn(ranks)))
+        return cls(title, note, events, ranks, max(1, run.schedule.num_stages // ranks), run.makespan)
 
     @cached_property
     def rows(self) -> dict[int, list[Box]]:
-        """rank -> its boxes by start."""
-        rows: dict[int, list[Box]] = {rank: [] for rank in range(self.num_ranks)}
+        """Each rank that is drawn -> its boxes by start."""
+        rows: dict[int, list[Box]] = {rank: [] for rank in self.drawn}
         for event in self.events:
-            if event.lane == "compute" and event.name not in OTHER_NAMES:
+            if event.lane == "compute" and event.name not in OTHER_NAMES and event.rank in rows:
                 step = parse_step(event.name)
                 sides = (step.forward, step.backward) if isinstance(step, Pair) else (step,)
                 rows[event.rank].append(Box(sides, event.start_s, event.end_s))
@@ -100,7 +108,7 @@ class Panel:
     @cached_property
     def span_s(self) -> float:
         """The end of the last action."""
-        return max(box.end_s for boxes in self.rows.values() for box in boxes)
+        return max(self.end_s, max(box.end_s for boxes in self.rows.values() for box in boxes))
 
     @cached_property
     def shortest_s(self) -> float:
@@ -172,9 +180,9 @@ def pipeline_svg(panels: Sequence[Panel], title: str, unit: str = "time") -> str
     assert panels and all(panel.events for panel in panels), "there is nothing to draw"
     span = max(panel.span_s for panel in panels)
     width = min(WIDEST, max(NARROWEST, BOX_PX * max(span / panel.shortest_s for panel in panels)))
-    most_rows = max(min(panel.num_ranks, MOST_ROWS) for panel in panels)
+    most_rows = max(len(panel.drawn) for panel in panels)
     row = 24 if most_rows <= 16 else 15 if most_rows <= 32 else 11
-    most_live = max(panel.peak(rank) / panel.chunks for panel in panels for rank in _shown(panel))
+    most_live = max(panel.peak(rank) / panel.chunks for panel in panels for rank in panel.drawn)
     live_row = (20 if len(panels) == 1 else 16) if most_rows <= 16 else 12 if most_rows <= 32 else 8
     scale = _Scale(width / span, row, live_row, (live_row - 2) / max(most_live, 1), LEFT + width)
     body = [HATCH, text(LEFT, 28, title, extra=' font-weight="600" style="font-size: 15px"')]
@@ -187,14 +195,13 @@ def pipeline_svg(panels: Sequence[Panel], title: str, unit: str = "time") -> str
     return document(scale.right + RIGHT, y + 44, title, [*body, *_axis(span, scale, top, y, unit), *drawn], STYLES)
 
 
-def _shown(panel: Panel) -> range:
-    """The ranks that are drawn: all, or every n-th."""
-    return range(0, panel.num_ranks, -(-panel.num_ranks // MOST_ROWS))
+def _drawn(num_ranks: int) -> range:
+    return range(0, num_ranks, -(-num_ranks // MOST_ROWS))
 
 
 def _panel(panel: Panel, y: float, scale: _Scale) -> tuple[list[str], float]:
     """The panel's rows below `y`, and where they end."""
-    ranks = _shown(panel)
+    ranks = panel.drawn
     note = panel.note if ranks.step == 1 else f"{panel.note}; one rank in {ranks.step} is drawn"
     body = [text(LEFT, y + 24, panel.title, extra=' font-weight="600" style="font-size: 13px"')]
     body.append(text(LEFT, y + 42, note, "soft"))
@@ -295,7 +302,7 @@ def _axis(span: float, scale: _Scale, top: float, bottom: float, unit: str) -> l
 
 def _legend(panels: Sequence[Panel], right: float) -> tuple[list[str], float]:
     """One line, or two where they do not fit; and where it ends."""
-    boxes = [(box, panel.first_stage(rank)) for panel in panels for rank in _shown(panel) for box in panel.rows[rank]]
+    boxes = [(box, panel.first_stage(rank)) for panel in panels for rank in panel.drawn for box in panel.rows[rank]]
     kinds = {side.kind.value for box, _ in boxes for side in box.sides}
     entries = [(f'class="k-{kind}"', KINDS[kind][0]) for kind in FAINT if kind in kinds]
     if any(len(box.sides) == 2 for box, _ in boxes):

@@ -1,6 +1,8 @@
 """A schedule's lines as integers, the form in which the simulator can afford millions of actions. Pure, no torch.
 
-An action is `slot * 8 + number`, slot = stage * M + micro-batch. A pair is two entries in a row, its forward first.
+An action is `slot * 8 + number`, slot = stage * M + micro-batch. The number's third bit says backward, so code >> 2 is
+2 * slot for what a forward needs and 2 * slot + 1 for what a B or an I does. A pair is two entries in a row, its
+forward first.
 What a line must hold by itself (a backward after its own forward, on the rank that ran it) is checked here, since the
 simulator relies on it; the whole proof is `schedule/check.py`'s. Read next: `pipeline.py`.
 """
@@ -14,8 +16,10 @@ from heptad.errors import ConfigError
 from heptad.schedule.action import Kind
 from heptad.schedule.pipeline import Pair, Schedule, StageAction
 
-F, B, I, W, PAIR_F, PAIR_B, PAIR_I = range(7)  # noqa: E741
-LETTERS = "FBIWFBI"
+F, PAIR_F, W, B, I, PAIR_B, PAIR_I = 0, 1, 3, 4, 5, 6, 7  # noqa: E741
+BACKWARD = 4
+"""The bit that B, I and their paired forms have."""
+LETTERS = "FFWWBIBI"
 NEVER, RUN, INPUT_DONE, DONE = range(4)
 
 

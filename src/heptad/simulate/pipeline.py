@@ -16,13 +16,13 @@ from __future__ import annotations
 import enum
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from heptad.schedule.pipeline import Schedule
 from heptad.simulate.deadlock import Wait, deadlock
-from heptad.simulate.lines import PAIR_B, PAIR_F, PAIR_I, Lines, encode
+from heptad.simulate.lines import BACKWARD, LETTERS, PAIR_B, PAIR_F, PAIR_I, Lines, encode
 from heptad.simulate.rendezvous import Rendezvous
 from heptad.simulate.times import Links, Times
 from heptad.trace import Event
@@ -79,10 +79,12 @@ class Simulation:
         """For each rank: most forwards of which B or W is still to come; a chunk counts as one, so it weighs 1/V."""
         return self.lines.peak_live
 
-    def events(self) -> Iterator[Event]:
-        """Computation by rank in order, then messages. A pair is one event named as in the text form, unless its
-        backward had to wait: then its sides are two."""
-        for rank, codes in enumerate(self.lines.codes):
+    def events(self, ranks: Collection[int] | None = None) -> Iterator[Event]:
+        """Computation by rank in order (all ranks, or `ranks`), then messages. A pair is one event named as in the text
+        form, unless its backward had to wait: then its sides are two."""
+        wanted = range(self.schedule.num_ranks) if ranks is None else ranks
+        for rank in wanted:
+            codes = self.lines.codes[rank]
             starts, ends = self.starts[rank], self.ends[rank]
             for at, code in enumerate(codes):
                 if code & 7 == PAIR_F and starts[at + 1] <= ends[at]:
@@ -91,7 +93,8 @@ class Simulation:
                 elif not (code & 7 in (PAIR_B, PAIR_I) and starts[at] <= ends[at - 1]):
                     yield Event(rank, "compute", self.lines.name(code), starts[at], ends[at])
         for rank, code, start, end in self.sent:
-            yield Event(rank, "send", f"send {self.lines.name(code)}", start, end)
+            if rank in wanted:
+                yield Event(rank, "send", f"send {self.lines.name(code)}", start, end)
 
     def _busy(self, rank: int) -> float:
         starts, ends, codes = self.starts[rank], self.ends[rank], self.lines.codes[rank]
@@ -128,20 +131,26 @@ class _Posted:
     def __init__(self, schedule: Schedule, lines: Lines, times: Times, links: Links, block: bool) -> None:
         ranks, per_stage = schedule.num_ranks, schedule.num_microbatches
         self.schedule, self.lines, self.times, self.links, self.block = schedule, lines, times, links, block
-        here, others = array("d", [0.0]) * per_stage, array("d", [NOT_YET]) * (len(lines.owner) - per_stage)
-        self.input_there = here + others
-        """By slot: when the forward's input is on its rank."""
-        self.grad_there = others + here
-        """By slot: when the backward's gradient is; the last stage makes its own."""
+        slots = schedule.num_stages * per_stage
+        self.first = 2 * per_stage
+        """What 2 * slot (a forward) and 2 * slot + 1 (a backward) need is found so much further on in `there`: what the
+        first stage's backwards and the last one's forwards send falls before and behind, where nobody looks."""
+        self.there = array("d", [NOT_YET]) * (2 * slots + 2 * self.first)
+        """When the input of a forward, or the gradient of a backward, is on its rank."""
+        self.there[self.first : 2 * self.first : 2] = array("d", [0.0]) * per_stage
+        self.there[2 * slots + 1 : 2 * slots + self.first : 2] = array("d", [0.0]) * per_stage
+        self.receivers = array("i", [-1]) * len(self.there)
+        for side in (0, 1):
+            self.receivers[self.first + side : self.first + 2 * slots : 2] = lines.owner
         self.starts = [array("d") for _ in range(ranks)]
         self.ends = [array("d") for _ in range(ranks)]
         self.parked = [-1] * ranks
-        """By rank: 2 * slot of the input, or 2 * slot + 1 of the gradient, that it waits for."""
+        """By rank: where in `there` it waits for something to come."""
         self.ready = deque(range(ranks))
         self.link_free: dict[int, float] = {}
         self.sent: list[tuple[int, int, float, float]] = []
-        durations = (times.forward_s, times.backward_s, times.input_grad_s, times.weight_grad_s)
-        self.durations = (*durations, durations[0], durations[1], durations[2])
+        stages = range(times.num_stages)
+        self.seconds = [[times.of(letter, stage) for stage in stages] for letter in LETTERS]
 
     def all(self) -> None:
         """Every rank to its end."""
@@ -154,78 +163,68 @@ class _Posted:
 
     def _line(self, rank: int) -> Iterator[None]:
         """Run the line of `rank`; yields where it waits. The hot loop: once an action."""
-        codes, per_stage, durations, block = (
-            self.lines.codes[rank],
-            self.lines.num_microbatches,
-            self.durations,
-            self.block,
-        )
-        input_there, grad_there, owner, parked = self.input_there, self.grad_there, self.lines.owner, self.parked
-        starts, ends, ready = self.starts[rank], self.ends[rank], self.ready
-        last, hidden, free = len(owner) - per_stage, self.times.hidden_s, self.links.free
-        now = 0.0
+        codes, starts, ends = self.lines.codes[rank], self.starts[rank], self.ends[rank]
+        there, receivers, parked, ready, seconds = self.there, self.receivers, self.parked, self.ready, self.seconds
+        per_stage, first, free = self.lines.num_microbatches, self.first, self.links.free
+        now, block = 0.0, self.block
         for at, code in enumerate(codes):
-            slot, number = code >> 3, code & 7
+            number = code & 7
             if number == 3:  # W needs nothing from elsewhere
                 starts.append(now)
-                now += durations[3][slot // per_stage]
+                now += seconds[3][(code >> 3) // per_stage]
                 ends.append(now)
                 continue
-            forward = number & 3 == 0
-            there = input_there[slot] if forward else grad_there[slot]
-            if there < 0.0:
-                parked[rank] = 2 * slot if forward else 2 * slot + 1
+            key = (code >> 2) + first
+            arrived = there[key]
+            if arrived < 0.0:
+                parked[rank] = key
                 yield
-                there = input_there[slot] if forward else grad_there[slot]
-            start = there if there > now else now
-            if number < 4 or not block:
-                now = start + durations[number][slot // per_stage]
-                if hidden and number > 4:
-                    now -= hidden * self._together(ends[-1] - starts[-1], ends[-1], there)
-            elif number == 4:
-                other = codes[at + 1]
-                if grad_there[other >> 3] < 0.0:
-                    parked[rank] = 2 * (other >> 3) + 1
+                arrived = there[key]
+            start = arrived if arrived > now else now
+            if number == 1 and block:
+                other = (codes[at + 1] >> 2) + first
+                if there[other] < 0.0:
+                    parked[rank] = other
                     yield
-                start = max(start, grad_there[other >> 3])
-                now = start + durations[4][slot // per_stage] + durations[other & 7][(other >> 3) // per_stage] - hidden
-            else:
+                start = max(start, there[other])
+                now = start + self._block(code, codes[at + 1])
+            elif number & 2 and block:
                 start = starts[-1]
+            else:
+                now = start + seconds[number][(code >> 3) // per_stage]
+                if number & 2:
+                    now -= self._hidden(starts[-1], ends[-1], arrived)
             starts.append(start)
             ends.append(now)
-            if forward:
-                target = slot + per_stage
-                if slot >= last:
-                    continue
-                there_of, key = input_there, 2 * target
-            else:
-                target = slot - per_stage
-                if target < 0:
-                    continue
-                there_of, key = grad_there, 2 * target + 1
-            receiver = owner[target]
-            there_of[target] = now if free or receiver == rank else self._send(rank, receiver, code, now)
-            if receiver >= 0 and parked[receiver] == key:
+            target = key - first if number & 4 else key + first
+            receiver = receivers[target]
+            there[target] = now if free or receiver == rank or receiver < 0 else self._send(rank, receiver, code, now)
+            if parked[receiver] == target:
                 parked[receiver] = -1
                 ready.append(receiver)
 
-    @staticmethod
-    def _together(forward_s: float, forward_end: float, gradient: float) -> float:
-        """Share of a pair's forward that ran after the gradient was there."""
-        return min(1.0, max(0.0, (forward_end - gradient) / forward_s)) if forward_s else 0.0
+    def _block(self, forward: int, backward: int) -> float:
+        """Seconds of a pair whose sides run together from its start."""
+        sides = (self.seconds[code & 7][(code >> 3) // self.lines.num_microbatches] for code in (forward, backward))
+        return sum(sides) - self.times.hidden_s
+
+    def _hidden(self, start: float, end: float, gradient: float) -> float:
+        """What a pair saves: all, times the share of its forward (`start` to `end`) that ran beside its backward."""
+        share = min(1.0, max(0.0, (end - gradient) / (end - start))) if end > start else 0.0
+        return share * self.times.hidden_s
 
     def _send(self, rank: int, receiver: int, code: int, now: float) -> float:
         """Arrival of what `code` made, sent at `now` over the link from `rank` to `receiver`."""
         stage = (code >> 3) // self.lines.num_microbatches
         key = rank * self.schedule.num_ranks + receiver
         start = max(now, self.link_free.get(key, 0.0))
-        left = start + self.links.transfer_s[stage if code & 3 == 0 else stage - 1]
+        left = start + self.links.transfer_s[stage - 1 if code & BACKWARD else stage]
         self.link_free[key] = left
         self.sent.append((rank, code, start, left + self.links.latency_s))
         return left + self.links.latency_s
 
-    def _wait(self, rank: int, key: int) -> Wait:
-        slot, gradient = divmod(key, 2)
-        source = slot + (self.lines.num_microbatches if gradient else -self.lines.num_microbatches)
+    def _wait(self, rank: int, at: int) -> Wait:
+        slot, backward = divmod(at - self.first, 2)
+        source = slot + (self.lines.num_microbatches if backward else -self.lines.num_microbatches)
         action = self.lines.name(self.lines.codes[rank][len(self.starts[rank])])
-        return Wait(action, self.lines.side(source, bool(gradient)), self.lines.owner[source])
+        return Wait(action, self.lines.side(source, bool(backward)), self.lines.owner[source])

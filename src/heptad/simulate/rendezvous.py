@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from heptad.schedule.pipeline import Schedule
 from heptad.simulate.deadlock import Wait, deadlock
-from heptad.simulate.lines import PAIR_F, F, Lines, W
+from heptad.simulate.lines import BACKWARD, LETTERS, PAIR_F, B, F, Lines, W
 from heptad.simulate.times import Links, Times
 
 Side = tuple[int, bool]
@@ -75,7 +75,7 @@ class Rendezvous:
         start = state.now
         for source in sources:
             start = max(start, self._take(rank, source))
-        state.now = start + sum(self.times.of(code & 7, self._stage(code >> 3)) for code in step)
+        state.now = start + sum(self.times.of(LETTERS[code & 7], self._stage(code >> 3)) for code in step)
         state.now -= self.times.hidden_s if len(step) == 2 else 0.0
         self.starts[rank].extend([start] * len(step))
         self.ends[rank].extend([state.now] * len(step))
@@ -97,14 +97,14 @@ class Rendezvous:
         channel.held, channel.free_s = None, arrived
         self._free((source, True))
         if not self.links.free:
-            self.sent.append((sender, slot * 8 + (1 if backward else 0), start, arrived))
+            self.sent.append((sender, slot * 8 + (B if backward else F), start, arrived))
         return arrived
 
     def _post(self, rank: int) -> bool:
         """Post what the last step made; False when a channel is full."""
         state = self.ranks[rank]
         while state.unsent:
-            side = (state.unsent[0] >> 3, state.unsent[0] & 3 != F)
+            side = (state.unsent[0] >> 3, state.unsent[0] & BACKWARD > 0)
             receiver = self._receiver(side)
             if receiver not in (rank, -1):
                 channel = self.channels.setdefault((rank, receiver, side[1]), _Channel())
@@ -129,7 +129,7 @@ class Rendezvous:
 
     def _source(self, code: int) -> Side | None:
         """What an F, B or I needs from another stage."""
-        backward = code & 3 != F
+        backward = code & BACKWARD > 0
         slot = (code >> 3) + (self.lines.num_microbatches if backward else -self.lines.num_microbatches)
         return (slot, backward) if 0 <= slot < len(self.lines.owner) else None
 

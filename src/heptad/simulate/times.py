@@ -36,9 +36,10 @@ class Times:
         """V·P."""
         return len(self.forward_s)
 
-    def of(self, number: int, stage: int) -> float:
-        """Seconds of one action of `stage`; `number` as in `lines.py`, each side of a pair as if alone."""
-        return (self.forward_s, self.backward_s, self.input_grad_s, self.weight_grad_s)[number & 3][stage]
+    def of(self, letter: str, stage: int) -> float:
+        """Seconds of one F, B, I or W of `stage`; a side of a pair as if alone."""
+        rows = {"F": self.forward_s, "B": self.backward_s, "I": self.input_grad_s, "W": self.weight_grad_s}
+        return rows[letter][stage]
 
     @classmethod
     def stages(
