@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from heptad.axes.apply import Parallel, apply, microbatches_of
+from heptad.axes.apply import Parallel, apply
+from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
 from heptad.models.batch import Batch
 from heptad.models.resolve import resolve

@@ -3,12 +3,11 @@
 Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; the pipeline
 (which units are here); the tensor axis (what of each parameter is here, where the stream is cut); then the data axis,
 last of all, since it owns the storage of every parameter as the other axes have cut it.
-Read next: `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
+Read next: `program.py` (what a rank does, as data), `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,9 @@ import torch
 
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.shard import Holders
-from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, replica_axes, shard_axes
-from heptad.axes.pipeline.balance import balanced, from_sizes, unit_costs
-from heptad.axes.pipeline.generate import claimed_live, generate
+from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
 from heptad.axes.pipeline.transport import Transport
+from heptad.axes.program import recomputed, stages_of, step_program
 from heptad.axes.tensor.apply import cut_model
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
@@ -29,17 +27,13 @@ from heptad.models.batch import Batch
 from heptad.models.build import Model, build
 from heptad.models.cut import Summed, cuts
 from heptad.models.share import shares
-from heptad.models.spec import UnitSpec
 from heptad.precision.policy import Policy
 from heptad.recompute.offload import Mover
-from heptad.recompute.policy import check_moves, chosen, segments
+from heptad.recompute.policy import chosen
 from heptad.recompute.selective import drop_parts
-from heptad.schedule.action import Program, Segments, UnitUse, forward_only, gradient_accumulation
-from heptad.schedule.check import check
+from heptad.schedule.action import Program, Segments
 from heptad.schedule.executor import Executor
-from heptad.schedule.expand import Stages, Work, evaluation, expand
-from heptad.schedule.lower import lower
-from heptad.schedule.pipeline_check import check_schedule
+from heptad.schedule.expand import Stages
 
 if TYPE_CHECKING:
     from heptad.axes.data.fsdp2 import Fsdp2Engine
@@ -63,59 +57,6 @@ class Parallel:
         """The checked program of a step (or an evaluation) of `microbatches` micro-batches."""
         place = self.mesh.layout.coords(self.mesh.rank)["pp"]
         return step_program(self.job, self.engine.uses, microbatches, self.recompute, train, self.stages, place)
-
-
-def microbatches_of(job: Job) -> int:
-    """Micro-batches a data rank runs in one step."""
-    return job.train.global_batch // (Layout.of(job.layout).data_ranks * job.train.micro_batch)
-
-
-def stages_of(job: Job, units: Sequence[UnitSpec]) -> Stages | None:
-    """The schedule of a step and the units of each stage; None without a pipeline. Raises ConfigError."""
-    section = job.layout
-    if section.pp == 1:
-        return None
-    schedule = generate(section.schedule, section.pp, section.vpp, microbatches_of(job))
-    check_schedule(schedule, claimed_live(section.schedule, section.pp, section.vpp, microbatches_of(job)))
-    if section.layers_per_stage:
-        return Stages.of(schedule, from_sizes(section.layers_per_stage))
-    return Stages.of(schedule, balanced(unit_costs(job.model, job.data.seq_len), schedule.num_stages))
-
-
-def step_program(
-    job: Job,
-    uses: tuple[UnitUse, ...],
-    microbatches: int,
-    recompute: Segments,
-    train: bool = True,
-    stages: Stages | None = None,
-    place: int = 0,
-) -> Program:
-    """Generate, lower and check; raises ScheduleError if the result were wrong. `place`: along the pipeline."""
-    rule = data_rule(job.layout)
-    if stages is None:
-        work = Work(gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches))
-    else:
-        work = expand(stages, place, uses, recompute) if train else evaluation(stages, place, uses, microbatches)
-    offload = job.offload.activations == "cpu"
-    program = lower(work, uses, rule, train, recompute, offload)
-    if offload and train:
-        check_moves(program, job.layout)
-    check(program, uses, rule, recompute if train else (), work=None if stages is None else work.pairs)
-    return program
-
-
-def recomputed(job: Job, units: Sequence[UnitSpec], stages: Stages | None = None) -> Segments:
-    """Units whose forward runs again in the backward, in segments, none of which reaches over two stages.
-
-    Raises ConfigError for a policy that cannot work.
-    """
-    section = job.recompute
-    found = segments(section.mode, section.segment, section.layers, [unit.kind for unit in units])
-    if stages is None:
-        return found
-    parts = (tuple(unit for unit in segment if unit in stage) for segment in found for stage in stages.units)
-    return tuple(part for part in parts if part)
 
 
 def wanted_groups(zero: int) -> list[tuple[str, ...]]:

@@ -98,8 +98,8 @@ def _job(job: str | None, actions: bool, sets: Sets, json: bool) -> None:
 def _planned(job: Job) -> tuple[tuple[UnitUse, ...], Program]:
     """What each unit reads and writes, and the checked program of one step, without a process group."""
     from heptad.account.traffic import buckets_of
-    from heptad.axes.apply import microbatches_of, recomputed, step_program
     from heptad.axes.data.buckets import unit_uses
+    from heptad.axes.program import microbatches_of, recomputed, step_program
     from heptad.models.build import build
 
     model = build(job)

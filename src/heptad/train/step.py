@@ -19,8 +19,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from heptad.axes.apply import Parallel, apply, microbatches_of
+from heptad.axes.apply import Parallel, apply
 from heptad.axes.data.stages import LOSS_AXES
+from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group, Work, all_reduce, broadcast
 from heptad.mesh.host import host_value

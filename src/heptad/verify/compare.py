@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from heptad.account.traffic import step_traffic
-from heptad.axes.apply import recomputed
+from heptad.axes.program import recomputed
 from heptad.config.schema import Job
 from heptad.mesh.piece import Piece
 from heptad.trace import total

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heptad.axes.apply import microbatches_of
 from heptad.axes.data.bucket import Bucket, GradState
+from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
 from heptad.models.batch import Batch

@@ -10,7 +10,7 @@ from tests.tiny import reference, tiny_batches, tiny_job, worst_error
 from torch import Tensor, nn
 
 from heptad.account.traffic import step_traffic
-from heptad.axes.apply import recomputed
+from heptad.axes.program import recomputed
 from heptad.config.schema import Job, ModelSection
 from heptad.errors import ConfigError
 from heptad.launch.forked import forked

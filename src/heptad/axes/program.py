@@ -1,0 +1,75 @@
+"""From a job to the program of each rank, as data: which stage is where, what is recomputed, every action. No torch.
+
+Predictions and the running side start from the same values: `account/traffic.py` counts what a rank sends, `apply.py`
+hands the program to an executor. Read next: `schedule/expand.py`, `schedule/lower.py`, `apply.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from heptad.axes.data.stages import data_rule
+from heptad.axes.pipeline.balance import balanced, from_sizes, unit_costs
+from heptad.axes.pipeline.generate import claimed_live, generate
+from heptad.config.schema import Job
+from heptad.mesh.layout import Layout
+from heptad.models.spec import UnitSpec
+from heptad.recompute.policy import check_moves, segments
+from heptad.schedule.action import Program, Segments, UnitUse, forward_only, gradient_accumulation
+from heptad.schedule.check import check
+from heptad.schedule.expand import Stages, Work, evaluation, expand
+from heptad.schedule.lower import lower
+from heptad.schedule.pipeline_check import check_schedule
+
+
+def microbatches_of(job: Job) -> int:
+    """Micro-batches a data rank runs in one step."""
+    return job.train.global_batch // (Layout.of(job.layout).data_ranks * job.train.micro_batch)
+
+
+def stages_of(job: Job, units: Sequence[UnitSpec]) -> Stages | None:
+    """The schedule of a step and the units of each stage; None without a pipeline. Raises ConfigError."""
+    section = job.layout
+    if section.pp == 1:
+        return None
+    schedule = generate(section.schedule, section.pp, section.vpp, microbatches_of(job))
+    check_schedule(schedule, claimed_live(section.schedule, section.pp, section.vpp, microbatches_of(job)))
+    if section.layers_per_stage:
+        return Stages.of(schedule, from_sizes(section.layers_per_stage))
+    return Stages.of(schedule, balanced(unit_costs(job.model, job.data.seq_len), schedule.num_stages))
+
+
+def step_program(
+    job: Job,
+    uses: tuple[UnitUse, ...],
+    microbatches: int,
+    recompute: Segments,
+    train: bool = True,
+    stages: Stages | None = None,
+    place: int = 0,
+) -> Program:
+    """Generate, lower and check; raises ScheduleError if the result were wrong. `place`: along the pipeline."""
+    rule = data_rule(job.layout)
+    if stages is None:
+        work = Work(gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches))
+    else:
+        work = expand(stages, place, uses, recompute) if train else evaluation(stages, place, uses, microbatches)
+    offload = job.offload.activations == "cpu"
+    program = lower(work, uses, rule, train, recompute, offload)
+    if offload and train:
+        check_moves(program, job.layout)
+    check(program, uses, rule, recompute if train else (), work=None if stages is None else work.pairs)
+    return program
+
+
+def recomputed(job: Job, units: Sequence[UnitSpec], stages: Stages | None = None) -> Segments:
+    """Units whose forward runs again in the backward, in segments, none of which reaches over two stages.
+
+    Raises ConfigError for a policy that cannot work.
+    """
+    section = job.recompute
+    found = segments(section.mode, section.segment, section.layers, [unit.kind for unit in units])
+    if stages is None:
+        return found
+    parts = (tuple(unit for unit in segment if unit in stage) for segment in found for stage in stages.units)
+    return tuple(part for part in parts if part)
