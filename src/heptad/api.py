@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from heptad.config.check import check
+from heptad.axes.pipeline.legal import check_job
 from heptad.config.load import load
 from heptad.config.schema import Job
 from heptad.errors import ConfigError
@@ -48,7 +48,7 @@ def job(ref: str | Path | Job, model: type[nn.Module] | None = None, sets: Seque
         section = found.model.model_copy(update={"class_": _path_of(model)})
         section.model_fields_set.add("class_")
         found = found.model_copy(update={"model": section})
-    check(found)
+    check_job(found)
     return resolve(found)
 
 

@@ -72,8 +72,6 @@ def test_a_job_with_something_of_everything_wrong(snapshot: Snapshot) -> None:
 
 
 UNBUILT = {
-    "layout.pp": "2",
-    "layout.vpp": "2",
     "layout.cp": "2",
     "layout.ep": "1",
     "layout.etp": "1",
@@ -118,6 +116,8 @@ def test_what_is_not_built_is_refused(option: str) -> None:
         ("recompute.segment", ["recompute.mode=selective", "recompute.segment=sqrt"]),
         ("recompute.layers", ["recompute.layers=[0]"]),
         ("layout.schedule", ["layout.schedule=gpipe"]),
+        ("layout.vpp", ["layout.vpp=2"]),
+        ("layout.layers_per_stage", ["layout.layers_per_stage=[8]"]),
         ("layout.context", ["layout.context=ulysses"]),
         ("layout.cp_ulysses", ["layout.cp_ulysses=2"]),
         ("layout.bucket_mb", ["layout.engine=fsdp2", "layout.bucket_mb=5"]),
@@ -173,6 +173,12 @@ def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) 
         ["layout.tp=8", "layout.sequence_parallel=true", "layout.keep_gathered=true", "layout.dp_shard=2"],
         ["layout.tp=4", "model.mlp_width=167", "model.vocab=509"],
         ["layout.tp=4", "model.mlp_width=4", "model.vocab=4"],
+        ["layout.pp=2"],
+        ["layout.pp=8", "layout.dp_shard=2", "layout.tp=2", "layout.zero=3"],
+        ["layout.pp=2", "layout.layers_per_stage=[3, 5]"],
+        ["layout.pp=2", "layout.vpp=3", "layout.schedule=gpipe", "layout.layers_per_stage=[1, 1, 1, 1, 1, 3]"],
+        ["layout.pp=4", "layout.schedule=zbv", "layout.layers_per_stage=[1, 1, 1, 1, 1, 1, 1, 1]"],
+        ["layout.pp=2", "model.frozen=['embed.*', 'blocks.[0-3].*']"],
         ["recompute.mode=full"],
         ["recompute.mode=selective"],
         ["recompute.mode=selective", "recompute.layers=[0, 7]"],
@@ -243,7 +249,15 @@ def test_legal_jobs_pass(sets: list[str]) -> None:
         ("recompute.segment", "segment <= 1", [
             "recompute.mode=full", "recompute.layers=[0, 2, 4]", "recompute.segment=sqrt"]),
         ("train.loss_chunk", "loss_chunk <= 64", ["train.loss_chunk=65"]),
-        ("layout.pp", "pp × vpp <= 8", ["layout.pp=9"]),
+        ("layout.pp", "pp × vpp <= 8, or layers >= 9", ["layout.pp=9"]),
+        ("layout.pp", "layers >= 10", ["layout.pp=5", "layout.schedule=dualpipev"]),
+        ("layout.pp", "layers >= 9", ["layout.pp=3", "layout.vpp=3", "layout.schedule=interleaved"]),
+        ("layout.layers_per_stage", "[3, 3, 2]", ["layout.pp=3", "layout.layers_per_stage=[4, 4]"]),
+        ("layout.layers_per_stage", "[3, 3, 2]", ["layout.pp=3", "layout.layers_per_stage=[4, 4, 1]"]),
+        ("layout.layers_per_stage", "[2, 2, 2, 2]", [
+            "layout.pp=2", "layout.schedule=zbv", "layout.layers_per_stage=[4, 4]"]),
+        ("layout.engine", 'engine = "heptad"', ["layout.engine=fsdp2", "layout.pp=2"]),
+        ("layout.schedule", 'schedule = "1f1b"', ["layout.pp=2", "layout.schedule=pipedream"]),
     ],
 )  # fmt: skip
 def test_each_rule_names_the_nearest_legal_values(field: str, fix: str, sets: list[str]) -> None:

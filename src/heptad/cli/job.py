@@ -20,10 +20,10 @@ Json = Annotated[bool, typer.Option("--json", help="End with one JSON object on 
 
 def ready(job_ref: str, sets: Sequence[str] | None) -> Job:
     """The resolved job. Raises ConfigError with every problem found; starts no process, imports no torch."""
-    from heptad.config.check import check
+    from heptad.axes.pipeline.legal import check_job
     from heptad.config.load import load
     from heptad.models.resolve import resolve
 
     job = load(job_ref, sets or ())
-    check(job)
+    check_job(job)
     return resolve(job)

@@ -29,9 +29,9 @@ def idle(path: str, section: Section, names: tuple[str, ...], why: str, fix: str
     """A problem for each option in `names` that is set; `why` says what must be for it to be read."""
     for name in names:
         if is_set(section, name):
-            yield Problem(
-                f"{path}.{name}", getattr(section, name), f"it would have no effect: {why}", f"remove it, or {fix}"
-            )
+            value = getattr(section, name)
+            shown = list(value) if isinstance(value, tuple) else value
+            yield Problem(f"{path}.{name}", shown, f"it would have no effect: {why}", f"remove it, or {fix}")
 
 
 def _model(model: ModelSection) -> Iterator[Problem]:
@@ -56,7 +56,8 @@ def _scaling(scaling: RopeScaling) -> Iterator[Problem]:
 def _layout(job: Job) -> Iterator[Problem]:
     layout = job.layout
     if layout.pp == 1:
-        yield from idle("layout", layout, ("schedule",), "there is no pipeline (pp = 1)", "pp > 1")
+        names = ("schedule", "vpp", "layers_per_stage")
+        yield from idle("layout", layout, names, "there is no pipeline (pp = 1)", "pp > 1")
     if layout.cp == 1:
         yield from idle("layout", layout, ("context", "cp_ulysses"), "the sequence is whole (cp = 1)", "cp > 1")
     elif layout.context != "ring+ulysses":

@@ -1,6 +1,6 @@
 """Arithmetic of a job: which sizes divide which degrees. Each problem says the numbers and the nearest legal values.
 
-Symbols as in the design: T tensor degree, C context degree, P pipeline ranks, V virtual stages.
+Symbols as in the design: T tensor degree, C context degree. The pipeline's sizes are `pipeline.py`'s.
 """
 
 from __future__ import annotations
@@ -135,10 +135,6 @@ def _layout(job: Job, model: ModelSection) -> Iterator[Problem]:
         yield Problem("layout.order", layout.order, rule, f'e.g. order = "{"-".join(AXES)}"')
     yield from _tensor(layout, model)
     yield from _context(job, model)
-    chunks = layout.vpp or 1
-    if model.layers < layout.pp * chunks:
-        rule = f"every stage holds a layer: pp × vpp = {layout.pp} × {chunks} <= layers = {model.layers}"
-        yield Problem("layout.pp", layout.pp, rule, f"pp × vpp <= {model.layers}")
     block, experts = layout.dp_shard * layout.cp * layout.tp, layout.ep * layout.etp
     if block % experts:
         rule = f"ep × etp = {experts} divides dp_shard × cp × tp = {block}, from which expert ranks are carved"
