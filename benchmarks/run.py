@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from benchmarks.lines import Effort, Row
 
-from benchmarks import lines, link, netbox, tensor
+from benchmarks import lines, link, netbox, overlap, tensor
 
 LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "stage0": lines.stage0,
@@ -32,6 +32,7 @@ LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "wire": link.wire,
     "tensor": tensor.against_dtensor,
     "tensor-one-core": tensor.against_one_core,
+    "tensor-overlap": overlap.hidden,
     "tensor-memory": tensor.memory,
     "loss-memory": tensor.loss_memory,
     "whole-step": lines.whole_step,
@@ -39,7 +40,7 @@ LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "executor": lines.executor,
     "start-up": lines.start_up,
 }
-NEED_BOX = ("slow-link", "hsdp", "wire")
+NEED_BOX = ("slow-link", "hsdp", "wire", "tensor-overlap")
 CAUSES = {
     "stage 0 ÷ torch DDP": (
         "both send the same bytes; a tapped layer costs about 70 µs of Python a step more than a plain one, 3 ms a "
