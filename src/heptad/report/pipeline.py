@@ -24,6 +24,8 @@ BOX_PX = 17
 """Width wished for the shortest action: two digits fit."""
 MOST_ROWS = 64
 NUMBERED_BOXES = 20_000
+COLUMN_PX = 3
+"""Width of what stands for several boxes where there are more than these."""
 SIZES_PX = (10, 9)
 """Sizes of the numbers in boxes, the larger first."""
 DIGIT = 0.64
@@ -54,8 +56,7 @@ HATCH = (
 )
 
 
-Look = tuple[str, ...]
-"""Kinds of a step's sides, "2" after them for the rank's other stage."""
+KIND_ORDER = [f"{kind}{second}" for kind in FAINT for second in ("", "2")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,23 +255,27 @@ def _boxes(panel: Panel, rank: int, y: float, scale: _Scale) -> Iterator[str]:
 
 
 def _columns(panel: Panel, rank: int, y: float, scale: _Scale) -> Iterator[str]:
-    """A row of too many boxes: each column of one pixel looks like the step that holds it longest, or like idle."""
-    first, columns = panel.first_stage(rank), [dict[Look, float]() for _ in range(int(panel.span_s * scale.time) + 1)]
+    """A row of too many boxes: each column of a few pixels is divided as its time is, what is left over being idle."""
+    first, per_px = panel.first_stage(rank), scale.time / COLUMN_PX
+    columns = [dict[str, float]() for _ in range(int(panel.span_s * per_px) + 2)]
     for box in panel.rows[rank]:
-        look = tuple(f"{side.kind.value}{'' if side.stage == first else '2'}" for side in box.sides)
-        start, end = box.start_s * scale.time, box.end_s * scale.time
+        kinds = [f"{side.kind.value}{'' if side.stage == first else '2'}" for side in box.sides]
+        start, end = box.start_s * per_px, box.end_s * per_px
         for at in range(int(start), int(end) + 1):
-            part = min(end, at + 1) - max(start, at)
-            columns[at][look] = columns[at].get(look, 0.0) + part
-    looks = [max(held, key=lambda look: held[look]) if sum(held.values()) >= 0.5 else () for held in columns]
-    begin = 0
-    for at in range(1, len(looks) + 1):
-        if at == len(looks) or looks[at] != looks[begin]:
-            for side, kind in enumerate(looks[begin]):
-                height = scale.row / len(looks[begin])
-                shape = f'x="{LEFT + begin}" y="{y + side * height:.2f}" width="{at - begin}" height="{height:g}"'
-                yield f'<rect class="k-{kind}" {shape}/>'
+            for kind in kinds:
+                part = (min(end, at + 1) - max(start, at)) / len(kinds)
+                columns[at][kind] = columns[at].get(kind, 0.0) + part
+    looks = [tuple((kind, round(held[kind] * scale.row)) for kind in KIND_ORDER if kind in held) for held in columns]
+    paths, begin = dict[str, str](), 0
+    for at in range(1, len(looks)):
+        if looks[at] != looks[begin]:
+            down, wide = y, (at - begin) * COLUMN_PX
+            for kind, height in looks[begin]:
+                path = f"M{LEFT + begin * COLUMN_PX} {down:g}h{wide}v{height}h-{wide}z"
+                paths[kind] = paths.get(kind, "") + path
+                down += height
             begin = at
+    yield from (f'<path class="k-{kind}" d="{path}"/>' for kind, path in paths.items())
 
 
 def _live(panel: Panel, rank: int, y: float, scale: _Scale, labelled: bool) -> list[str]:
