@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 
 from heptad.account.traffic import step_traffic
+from heptad.axes.pipeline.legal import check_job
 from heptad.cli.timeline import _planned
 from heptad.config.check import check
 from heptad.config.load import load, parse
@@ -122,10 +123,11 @@ def test_printed_programs_are_those_of_the_executor() -> None:
     for command, printed in blocks:
         words = command.split()
         job = load(words[0], sets_of(words))
-        check(job)
-        uses, program = _planned(resolve(job))
-        assert printed.split() == format_program(program).split(), command
-        assert all(use.name in text for use in uses)
+        check_job(job)
+        names, _, programs = _planned(resolve(job))
+        lines = [format_program(program) for program in programs]
+        assert printed.split() == "\n".join(lines).split(), command
+        assert all(name in text for name in names)
 
 
 def test_every_metric_is_defined() -> None:

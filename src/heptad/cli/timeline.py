@@ -12,7 +12,8 @@ from heptad.errors import ConfigError
 
 if TYPE_CHECKING:
     from heptad.config.schema import Job
-    from heptad.schedule.action import Program, UnitUse
+    from heptad.schedule.action import Program
+    from heptad.schedule.expand import Stages
 
 Seconds = float | None
 ONE = "of one stage (with --compare: of 1/P of the model), [1]"
@@ -83,25 +84,44 @@ def _job(job: str | None, actions: bool, sets: Sets, json: bool) -> None:
         raise ConfigError.of("heptad timeline", job, rule, fix)
     from heptad.schedule.action import format_program
 
-    uses, program = _planned(resolved)
-    text = format_program(program)
+    names, stages, programs = _planned(resolved)
+    lines = [format_program(program) for program in programs]
     if json:
         from json import dumps
 
-        print(dumps({"units": [use.name for use in uses], "program": text}))
+        print(dumps({"units": names, "program": lines[0]} if stages is None else {"units": names, "programs": lines}))
         return
-    print("units: " + ", ".join(f"{index} {use.name}" for index, use in enumerate(uses)), file=sys.stderr)
-    print("every rank runs the same program (there is no pipeline)", file=sys.stderr)
-    print(text)
+    print("units: " + ", ".join(f"{index} {name}" for index, name in enumerate(names)), file=sys.stderr)
+    if stages is None:
+        print("every rank runs the same program (there is no pipeline)", file=sys.stderr)
+    else:
+        cut = ", ".join(f"{stage}: {units[0]} to {units[-1]}" for stage, units in enumerate(stages.units))
+        print(f"stages: {cut}; one line a rank of the pipeline", file=sys.stderr)
+    print("\n".join(lines))
 
 
-def _planned(job: Job) -> tuple[tuple[UnitUse, ...], Program]:
-    """What each unit reads and writes, and the checked program of one step, without a process group."""
-    from heptad.account.traffic import buckets_of
-    from heptad.axes.data.buckets import unit_uses
-    from heptad.axes.program import microbatches_of, recomputed, step_program
+def _planned(job: Job) -> tuple[list[str], Stages | None, list[Program]]:
+    """Names of the units, the stages, and the checked program of each rank of the pipeline, without a process group."""
+    from heptad.axes.data.buckets import plan_buckets, unit_uses
+    from heptad.axes.data.stages import shard_axes
+    from heptad.axes.program import microbatches_of, recomputed, stages_of, step_program
+    from heptad.mesh.layout import Layout
     from heptad.models.build import build
+    from heptad.models.cut import cuts
+    from heptad.models.share import shares
+    from heptad.precision.dtypes import dtypes_of
+    from heptad.units import BYTES_PER_ELEMENT
 
-    model = build(job)
-    uses = unit_uses(model.unit_specs, buckets_of(job, model.unit_specs, model.specs)[0])
-    return uses, step_program(job, uses, microbatches_of(job), recomputed(job, model.unit_specs))
+    model, layout = build(job), job.layout
+    units, stages = model.unit_specs, stages_of(job, model.unit_specs)
+    held = cuts(model.specs, job.model, layout.tp, layout.sequence_parallel)[0]
+    num_shards = Layout.of(layout).degree(*shard_axes(layout.zero))
+    reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, "cpu").reduce]
+    recompute, programs = recomputed(job, units, stages), []
+    every = [range(len(units))] if stages is None else stages.held_by_all()
+    for place, share in enumerate(shares(every, units, model.specs)):
+        local = [held[spec.name].local for spec in share.specs]
+        buckets = plan_buckets(units, local, num_shards, layout.bucket_mb, reduce_bytes, share)
+        uses = unit_uses(units, buckets, model.specs, share)
+        programs.append(step_program(job, uses, microbatches_of(job), recompute, True, stages, place))
+    return [unit.name for unit in units], stages, programs

@@ -56,8 +56,8 @@ def _scaling(scaling: RopeScaling) -> Iterator[Problem]:
 def _layout(job: Job) -> Iterator[Problem]:
     layout = job.layout
     if layout.pp == 1:
-        names = ("schedule", "vpp", "layers_per_stage")
-        yield from idle("layout", layout, names, "there is no pipeline (pp = 1)", "pp > 1")
+        why = "there is no pipeline (pp = 1)"
+        yield from idle("layout", layout, ("schedule", "vpp", "layers_per_stage"), why, "pp > 1")
     if layout.cp == 1:
         yield from idle("layout", layout, ("context", "cp_ulysses"), "the sequence is whole (cp = 1)", "cp > 1")
     elif layout.context != "ring+ulysses":
