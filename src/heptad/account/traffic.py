@@ -9,8 +9,10 @@ are equal, phase by phase:
 | forward, backward | gathers, reductions: `axes/data/cost.py` | buckets |
 | loss | sum of the losses, and whether a rank asks to stop | 16 (two fp64) |
 | forward, backward | the tensor axis's regions: `axes/tensor/cost.py` | the stream |
+| forward, backward | outputs of stages and their gradients: `axes/pipeline/cost.py` | the stream |
 | shared | gradients that are a part only on each tensor rank | norms, shared kv heads |
-| norm | sum of squares over the ranks between which parameters are cut | 8 (one fp64) |
+| shared | gradients of what several stages hold | tied tables; DualPipe: all |
+| norm | sum of squares over the ranks between which parameters are cut, then over the pipeline | 8 (one fp64) |
 | update | Muon assembles matrices that are cut: `optim/cost.py` | padded matrices |
 
 A step that is skipped sends no "update" (and a non-finite one an extra "check"): neither is predicted.
@@ -19,21 +21,27 @@ A step that is skipped sends no "update" (and a non-finite one an extra "check")
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from heptad.axes.data import cost
-from heptad.axes.data.buckets import BucketSpec, plan_buckets, ranges_of, tiles_of, unit_uses
-from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
+from heptad.axes.data.buckets import BucketSpec, part_width, plan_buckets, ranges_of, tiles_of, unit_uses
+from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, replica_axes, shard_axes
+from heptad.axes.pipeline import cost as pipeline
+from heptad.axes.program import microbatches_of, stages_of
 from heptad.axes.tensor import cost as tensor
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
 from heptad.models.chunk import chunk_tokens
 from heptad.models.cut import Cut
 from heptad.models.cut import cuts as cuts_of
+from heptad.models.share import Share, shares, whole
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.optim.cost import muon_traffic, norm_traffic
 from heptad.optim.roles import kind_of
 from heptad.precision.dtypes import Dtypes, dtypes_of
 from heptad.schedule.action import Segments
+from heptad.schedule.expand import Stages, expand
+from heptad.schedule.lower import lower
 from heptad.trace import Transfer
 from heptad.units import BYTES_PER_ELEMENT, sent_bytes
 
@@ -46,52 +54,101 @@ def step_traffic(
     specs: Sequence[ParamSpec],
     recompute: Segments = (),
     device_type: str = "cpu",
+    place: int = 0,
 ) -> list[Transfer]:
-    """Every transfer of one rank in one applied step of a resolved job; `recompute`: what runs forward again."""
+    """Every transfer of one rank in one applied step of a resolved job.
+
+    units, specs: of the whole model. recompute: what runs forward again. place: the rank's along the pipeline, on which
+    what it sends depends; along the other axes all ranks send as much.
+    """
     layout, zero = Layout.of(job.layout), job.layout.zero
     shards = cost.axis_sizes(layout, shard_axes(zero))
     dtypes = dtypes_of(job.precision, device_type)
     reduce_bytes = BYTES_PER_ELEMENT[dtypes.reduce]
-    microbatches = job.train.global_batch // (layout.data_ranks * job.train.micro_batch)
-    holders = cost.axis_sizes(layout, holder_axes(zero))
-    found = once_a_step(layout) + (norm_traffic(*holders) if holders[1] > 1 else [])
+    microbatches = microbatches_of(job)
     if job.layout.engine == "fsdp2":
+        holders = cost.axis_sizes(layout, holder_axes(zero))
+        found = once_a_step(layout) + (norm_traffic(*holders) if holders[1] > 1 else [])
         replicas = cost.axis_sizes(layout, replica_axes(zero))
         sizes = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
         return found + cost.fsdp2_traffic(units, specs, shards, replicas, microbatches, *sizes)
-    buckets, held = buckets_of(job, units, specs, device_type)
-    found += tensor.traffic(units, specs, _stream(job, dtypes), microbatches, recompute)
-    found += cost.parts_traffic(buckets, held[0], shards[1], layout.degree("tp"), reduce_bytes)
-    found += cost.traffic(
-        buckets,
-        unit_uses(units, buckets),
-        zero,
-        shards,
-        cost.axis_sizes(layout, replica_axes(zero)),
-        microbatches,
-        BYTES_PER_ELEMENT[dtypes.params],
-        reduce_bytes,
-        recompute,
-    )
-    tiles = [
-        tiles_of(ranges_of(bucket, slot, shards[1]), [cuts[slot.spec.name] for cuts in held])
-        for bucket in buckets
-        for slot in bucket.slots
-        if slot.spec.trainable and kind_of(job.optimizer, slot.spec) == "muon"
-    ]
-    return found + muon_traffic(tiles, holders[0], BYTES_PER_ELEMENT[dtypes.master])
+    stages = stages_of(job, units)
+    held = _Held.of(job, units, specs, stages, place, device_type)
+    found = once_a_step(layout) + held.norm()
+    runs = (microbatches,) * len(units) if stages is None else pipeline.unit_runs(stages, place)
+    stream = _stream(job, dtypes)
+    found += tensor.traffic(units, specs, stream, runs, recompute)
+    found += cost.parts_traffic(held.buckets, held.cuts[0], shards[1], layout.degree("tp"), reduce_bytes)
+    replicas = cost.axis_sizes(layout, replica_axes(zero))
+    widths = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
+    uses = unit_uses(units, held.buckets, specs, held.share)
+    if stages is None:
+        found += cost.traffic(held.buckets, uses, zero, shards, replicas, microbatches, *widths, recompute)
+    else:
+        program = lower(expand(stages, place, uses, recompute), uses, data_rule(job.layout), recompute=recompute)
+        found += cost.program_traffic(held.buckets, program, zero, shards, replicas, *widths)
+        sent = stream.stream_bytes // (stream.tp if stream.sequence else 1)
+        found += pipeline.messages(stages, place, units, specs, sent)
+        copies = {ranks: part_width(held.buckets, held.share.shared(ranks), shards[1]) for ranks in held.share.groups()}
+        found += pipeline.copies_traffic(held.share, copies, reduce_bytes)
+    return found + held.muon(shards[1], BYTES_PER_ELEMENT[dtypes.master])
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank holds: its buckets in local shapes, each tensor rank's part of every parameter, its stages' share."""
+
+    job: Job
+    buckets: tuple[BucketSpec, ...]
+    cuts: tuple[dict[str, Cut], ...]
+    share: Share
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        units: Sequence[UnitSpec],
+        specs: Sequence[ParamSpec],
+        stages: Stages | None,
+        place: int,
+        device_type: str,
+    ) -> _Held:
+        layout = Layout.of(job.layout)
+        held = cuts_of(specs, job.model, layout.degree("tp"), job.layout.sequence_parallel)
+        share = whole(units, specs) if stages is None else shares(stages.held_by_all(), units, specs)[place]
+        local = [held[0][spec.name].local for spec in share.specs]
+        num_shards = layout.degree(*shard_axes(job.layout.zero))
+        reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, device_type).reduce]
+        return cls(job, plan_buckets(units, local, num_shards, job.layout.bucket_mb, reduce_bytes, share), held, share)
+
+    @property
+    def _holders(self) -> tuple[str, int]:
+        return cost.axis_sizes(Layout.of(self.job.layout), holder_axes(self.job.layout.zero))
+
+    def norm(self) -> list[Transfer]:
+        """Over the ranks between which this rank's parameters are cut, if it trains any, then over the pipeline."""
+        trains, pp = any(bucket.trainable for bucket in self.buckets), self.job.layout.pp
+        found = norm_traffic(*self._holders) if trains and self._holders[1] > 1 else []
+        return found + (norm_traffic("pp", pp) if pp > 1 else [])
+
+    def muon(self, num_shards: int, master_bytes: int) -> list[Transfer]:
+        """Matrices that are assembled for their update."""
+        tiles = [
+            tiles_of(ranges_of(bucket, slot, num_shards), [cuts[slot.spec.name] for cuts in self.cuts])
+            for bucket in self.buckets
+            for slot in bucket.slots
+            if slot.spec.trainable and kind_of(self.job.optimizer, slot.spec) == "muon"
+        ]
+        return muon_traffic(tiles, self._holders[0], master_bytes)
 
 
 def buckets_of(
-    job: Job, units: Sequence[UnitSpec], specs: Sequence[ParamSpec], device_type: str = "cpu"
+    job: Job, units: Sequence[UnitSpec], specs: Sequence[ParamSpec], device_type: str = "cpu", place: int = 0
 ) -> tuple[tuple[BucketSpec, ...], tuple[dict[str, Cut], ...]]:
-    """The buckets of every rank, in local shapes, and what each tensor rank holds of each parameter."""
-    layout = Layout.of(job.layout)
-    held = cuts_of(specs, job.model, layout.degree("tp"), job.layout.sequence_parallel)
-    local = [held[0][spec.name].local for spec in specs]
-    num_shards = layout.degree(*shard_axes(job.layout.zero))
-    reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, device_type).reduce]
-    return plan_buckets(units, local, num_shards, job.layout.bucket_mb, reduce_bytes), held
+    """The buckets of every rank at `place` along the pipeline, in local shapes, and what each tensor rank holds of each
+    parameter."""
+    held = _Held.of(job, units, specs, stages_of(job, units), place, device_type)
+    return held.buckets, held.cuts
 
 
 def _stream(job: Job, dtypes: Dtypes) -> tensor.Sizes:

@@ -285,7 +285,8 @@ def _predicted(trainer: Trainer) -> tuple[Transfer, ...]:
     """What the formulas say of one step."""
     parallel, model = trainer.parallel, trainer.parallel.model
     kind = trainer.device.type
-    return tuple(step_traffic(trainer.job, model.unit_specs, model.specs, parallel.recompute, kind))
+    place = trainer.mesh.layout.coords(trainer.rank)["pp"]
+    return tuple(step_traffic(trainer.job, model.unit_specs, model.specs, parallel.recompute, kind, place))
 
 
 def _why_skipped(result: StepResult) -> str:

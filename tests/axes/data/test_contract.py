@@ -48,7 +48,8 @@ def train(rank: int, job: Job) -> list[dict[str, Any]]:
         )
     model = trainer.parallel.model
     done[-1]["counted"] = total(trainer.mesh.ledger.transfers())
-    done[-1]["predicted"] = total(step_traffic(job, model.unit_specs, model.specs, trainer.parallel.recompute))
+    sent = step_traffic(job, model.unit_specs, model.specs, trainer.parallel.recompute, place=layout.coords(rank)["pp"])
+    done[-1]["predicted"] = total(sent)
     return done
 
 

@@ -1,8 +1,9 @@
 """What the data axis sends and holds, from the job's facts alone. Pure, no torch.
 
 `traffic` counts uses of buckets by formula, not by walking the program, so it can disagree with `schedule/lower.py`
-and with the ledger; tests and `verify` assert that it does not. Sources: FIELD.md (ring formulas, bytes a parameter),
-ZeRO §5.
+and with the ledger; tests and `verify` assert that it does not. Under a pipeline how often a bucket is gathered depends
+on the order of the schedule's actions, so there `program_traffic` walks the program. Sources: FIELD.md (ring formulas,
+bytes a parameter), ZeRO §5.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from heptad.axes.data.buckets import BucketSpec, part_width, parts_of
 from heptad.mesh.layout import Layout
 from heptad.models.cut import Cut, Summed
 from heptad.models.spec import ParamSpec, UnitSpec
-from heptad.schedule.action import Segments, UnitUse, backward_order
+from heptad.schedule.action import Kind, Program, Segments, UnitUse, backward_order
+from heptad.schedule.lower import phases
 from heptad.trace import Transfer
 from heptad.units import sent_bytes
 
@@ -49,6 +51,29 @@ def traffic(
                 times = 1 if zero == 1 else microbatches
                 found.append(_repeat("reduce_scatter", shards, "backward", grads, times))
                 found.append(_repeat("all_reduce", replicas, "backward", grads // shards[1], 1))
+    return [transfer for transfer in found if transfer.count]
+
+
+def program_traffic(
+    buckets: Sequence[BucketSpec],
+    program: Program,
+    zero: int,
+    shards: tuple[str, int],
+    replicas: tuple[str, int],
+    param_bytes: int,
+    reduce_bytes: int,
+) -> list[Transfer]:
+    """The same for a rank that runs `program`: its gathers and reductions, one by one."""
+    found: list[Transfer] = []
+    for action, phase in zip(program, phases(program), strict=True):
+        if action.kind is Kind.GATHER:
+            found.append(_repeat("all_gather", shards, phase, buckets[action.index].numel * param_bytes, 1))
+        elif action.kind is Kind.REDUCE:
+            op, axis = ("reduce_scatter", shards) if zero > 0 else ("all_reduce", replicas)
+            found.append(_repeat(op, axis, "backward", buckets[action.index].numel * reduce_bytes, 1))
+        elif action.kind is Kind.ALL_REDUCE:
+            grads = buckets[action.index].numel * reduce_bytes // shards[1]
+            found.append(_repeat("all_reduce", replicas, "backward", grads, 1))
     return [transfer for transfer in found if transfer.count]
 
 

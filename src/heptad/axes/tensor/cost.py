@@ -48,14 +48,14 @@ class Sizes:
 
 
 class _Count:
-    """Regions of one micro-batch, by phase."""
+    """Regions by phase, added up over units; `runs`: how many micro-batches the unit that is looked at runs on here."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self.sizes, self.counts = sizes, dict[tuple[str, str, int], int]()
+        self.sizes, self.runs, self.counts = sizes, 0, dict[tuple[str, str, int], int]()
 
     def _add(self, op: str, phase: str, full_bytes: int) -> None:
         key = op, phase, full_bytes
-        self.counts[key] = self.counts.get(key, 0) + 1
+        self.counts[key] = self.counts.get(key, 0) + self.runs
 
     def gather(self, phase: str) -> None:
         if self.sizes.sequence:
@@ -75,15 +75,19 @@ class _Count:
 
 
 def traffic(
-    units: Sequence[UnitSpec], specs: Sequence[ParamSpec], sizes: Sizes, microbatches: int, recompute: Segments = ()
+    units: Sequence[UnitSpec], specs: Sequence[ParamSpec], sizes: Sizes, runs: Sequence[int], recompute: Segments = ()
 ) -> list[Transfer]:
-    """One training step of one rank of the decoder; `recompute`: units whose forward runs again in the backward."""
+    """One training step of one rank of the decoder; `recompute`: units whose forward runs again in the backward.
+
+    units, specs: of the whole model. runs: of each unit, how many micro-batches it runs on here (0: on other stages).
+    """
     if sizes.tp == 1:
         return []
     trained = {spec.name for spec in specs if spec.trainable}
     again = {unit for segment in recompute for unit in segment}
     count, alive = _Count(sizes), False
     for index, unit in enumerate(units):
+        count.runs = runs[index]
         if unit.kind == "embed":
             alive = _embed(count, trained)
         elif unit.kind == "block":
@@ -91,8 +95,9 @@ def traffic(
         else:
             _head(count, trained, unit, alive)
     return [
-        Transfer(op, "tp", phase, times * microbatches * sent_bytes(op, full_bytes, sizes.tp), times * microbatches)
+        Transfer(op, "tp", phase, times * sent_bytes(op, full_bytes, sizes.tp), times)
         for (op, phase, full_bytes), times in count.counts.items()
+        if times
     ]
 
 
