@@ -47,7 +47,7 @@ def test_json_has_the_published_figures(heptad: Heptad) -> None:
 def test_actions_are_the_text_form(heptad: Heptad, name: str) -> None:
     code, out, _ = heptad("timeline", "--schedule", name, "--pp", "4", "--microbatches", "8", "--actions")
     assert code == 0 and len(out.splitlines()) == 4
-    assert parse_schedule(out, name) == generate(name, 4, None, 8)
+    assert parse_schedule(out, name).lines == generate(name, 4, None, 8).lines
 
 
 def test_times_and_links_are_options(heptad: Heptad) -> None:
