@@ -2,7 +2,7 @@
 
 A block of the small job stands where it stood in the whole one: block i of L is block i·n // L of n. What was true of
 some blocks only stays so. Where recomputed blocks form several segments of several blocks and others are left out, a
-fourth block makes room for that. Read next: `shrink.py`, which calls this.
+fourth block makes room for that. Read next: `shrink.py`, which calls this, and `stages.py`, with a pipeline.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def shrink_blocks(job: Job) -> tuple[int, RecomputeSection]:
     if isinstance(segment, int) and segment > 1:
         segment = 2 if several else len(kept)
     small = section.model_copy(update={"segment": segment, "layers": kept if section.layers else ()})
-    return after, _trained(small, job.model, after)
+    return after, trained(small, job.model, after)
 
 
-def _trained(section: RecomputeSection, model: ModelSection, layers: int) -> RecomputeSection:
+def trained(section: RecomputeSection, model: ModelSection, layers: int) -> RecomputeSection:
     """`section` on blocks that have a backward: fewer blocks may put a recomputed one below all that is trained."""
     first = first_trained(model.model_copy(update={"layers": layers, "frozen": shrink_frozen(model, layers)}))
     if not section.layers or section.layers[0] >= first:

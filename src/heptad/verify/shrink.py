@@ -5,7 +5,8 @@ attention, tied head, norms, biases, dropout, frozen parameters, query heads per
 optimizer and its rules, clipping, how many units share a bucket (`bucket_mb` shrinks with the blocks), whether blocks
 are left out of recompute, and whether its segments and the loss's chunks are one or several. Shrunk: sizes, to
 distinct odd primes where the model allows (a prime divides by no degree, so every shard is uneven), and the number of
-blocks (`blocks.py`), sequences and micro-batches, to 3 where there are more. Raised: initial spread and learning
+blocks (`blocks.py`), sequences and micro-batches, to 3 where there are more; with a pipeline, stages and schedule are
+kept, with as many blocks and micro-batches as they need (`stages.py`). Raised: initial spread and learning
 rate, so that attention is not uniform and a stale parameter differs visibly. `notes` says all of it in words.
 """
 
@@ -33,6 +34,7 @@ from heptad.models.spec import param_specs
 from heptad.precision.dtypes import dtypes_of
 from heptad.units import BYTES_PER_ELEMENT, MB
 from heptad.verify.blocks import shrink_blocks, shrink_frozen
+from heptad.verify.stages import shrink_microbatches, shrink_stages, stage_sizes
 
 WIDTH, MLP_WIDTH, VOCAB, SEQ_LEN, POSITIONS, HEAD_DIM = 13, 23, 37, 11, 17, 4
 MAX_MICROBATCHES, MAX_MICRO_BATCH, MAX_CHUNKS = 3, 2, 3
@@ -56,11 +58,16 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
     if full:
         return Shrunk(small, (*notes, "sizes as in the job (--full)"))
     sizes, recompute = _sizes(job.layout.tp), job.recompute
+    stages: tuple[int, ...] = ()
     if job.model.class_ is not None:
         model = job.model
         notes.append("model: a class of your own keeps its sizes")
     else:
-        layers, recompute = shrink_blocks(job)
+        if job.layout.pp > 1:
+            stages, recompute = shrink_stages(job)
+            layers = sum(stages)
+        else:
+            layers, recompute = shrink_blocks(job)
         model = _model(job.model, layers, sizes, job.layout.tp)
         changed = [_change(job.model, model, name) for name in _SIZES]
         notes.append("model: " + ", ".join(change for change in changed if change))
@@ -70,7 +77,7 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
     micro_batch = min(job.train.micro_batch, MAX_MICRO_BATCH)
     data_ranks = job.layout.dp_replicate * job.layout.dp_shard
     before = job.train.global_batch // (data_ranks * job.train.micro_batch)
-    microbatches = min(before, MAX_MICROBATCHES)
+    microbatches = min(before, MAX_MICROBATCHES) if job.layout.pp == 1 else shrink_microbatches(job, before)
     train = job.train.model_copy(
         update={
             "global_batch": data_ranks * microbatches * micro_batch,
@@ -93,7 +100,19 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
     data = job.data.model_copy(update={"seq_len": seq_len})
     parts = {"model": model, "layout": layout, "train": train, "data": data, "optimizer": optimizer}
     parts["recompute"] = recompute
-    return Shrunk(resolve(small.model_copy(update=parts)), tuple(notes))
+    small = resolve(small.model_copy(update=parts))
+    return Shrunk(_staged(small, stages, notes) if stages else small, tuple(notes))
+
+
+def _staged(job: Job, wanted: tuple[int, ...], notes: list[str]) -> Job:
+    """`job` with `wanted` blocks a stage: by the balance of costs if that gives them, else named."""
+    balanced = job.model_copy(update={"layout": job.layout.model_copy(update={"layers_per_stage": ()})})
+    named = job.layout.layers_per_stage or stage_sizes(balanced) != wanted
+    notes.append(f"stages of {', '.join(map(str, wanted))} blocks{' by layers_per_stage' if named else ''}")
+    if not named:
+        return job
+    layout = job.layout.model_copy(update={"layers_per_stage": wanted})
+    return job.model_copy(update={"layout": layout})
 
 
 _SIZES = ("layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "vocab", "max_positions", "init_std")
