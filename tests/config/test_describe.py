@@ -7,12 +7,24 @@ from collections.abc import Callable
 from heptad.config.describe import summary
 from heptad.config.load import load
 from heptad.models.resolve import derived, resolve
+from heptad.report.stages import pipeline_line
 
 
 def test_summary_of_a_job(snapshot: Callable[[str, str], None]) -> None:
     sets = ["layout.dp_shard=3", "layout.dp_replicate=2", "model.frozen=['embed.*']", "optimizer.clip_norm=none"]
     job = resolve(load("debug", sets))
     snapshot("summary", summary(job, derived(job)))
+
+
+def test_a_pipeline_has_a_line_with_its_stages_and_idle_time() -> None:
+    job = resolve(load("debug", ["layout.pp=4", "model.layers=30", "model.vocab=8", "train.global_batch=8"]))
+    line = pipeline_line(job)
+    assert line == "pipeline          1f1b, 4 stages of 8, 8, 7, 7 blocks, idle 28.6% of the time by its costs"
+    shown = summary(job, derived(job), line)
+    assert "ranks             4 = pp 4\n" in shown and f"\n{line}\n[model]" in shown
+    equal = resolve(load("debug", ["layout.pp=4", "model.layers=32", "model.vocab=1", "train.global_batch=5"]))
+    assert "8, 8, 8, 8 blocks, idle 37.5% of" in str(pipeline_line(equal))  # (P - 1) / (M + P - 1)
+    assert pipeline_line(resolve(load("debug", []))) is None
 
 
 def test_the_line_of_ranks_names_the_tensor_axis() -> None:

@@ -15,8 +15,8 @@ from heptad.config.write import toml_value
 from heptad.units import human_count
 
 
-def summary(job: Job, figures: Mapping[str, int]) -> str:
-    """Lines for people; `figures` as `models.resolve.derived` gives them."""
+def summary(job: Job, figures: Mapping[str, int], *more: str) -> str:
+    """Lines for people; `figures` as `models.resolve.derived` gives them; `more`: lines before the changed options."""
     layout, train = job.layout, job.train
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
     stream = " with sequence parallel" if layout.sequence_parallel else ""
@@ -33,6 +33,7 @@ def summary(job: Job, figures: Mapping[str, int]) -> str:
         lines.append(f"parameters        {total:,} ({human_count(total)}{frozen})")
     if job.recompute.mode != "none":
         lines.append(f"recompute         {job.recompute.mode}: a block drops {dropped(job.recompute, job.model)}")
+    lines += more
     lines += [f"[{name}]".ljust(18) + ", ".join(options) for name, options in _changed(job).items()]
     return "\n".join(lines)
 

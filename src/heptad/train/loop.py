@@ -35,6 +35,7 @@ from heptad.models.resolve import derived
 from heptad.optim.schedule import past_end
 from heptad.precision.dtypes import dtypes_of
 from heptad.report.loss import loss_svg
+from heptad.report.stages import pipeline_line
 from heptad.trace import Event, Transfer
 from heptad.train.agreement import digest_of, require_same, require_same_program, require_same_replicas
 from heptad.train.metrics import Meter, Metrics, read_metrics
@@ -83,7 +84,8 @@ def run(
         notes = (*found.notes, *loader.progress.notes) if found.reader is not None else found.notes[1:]
         if _elsewhere(job, device):
             notes = (f"no CUDA device here: a job for {job.cluster.preset!r} runs on the CPU, without MFU", *notes)
-        for note in (*notes, summary(job, derived(job))):
+        line = pipeline_line(job) if rank == 0 else None
+        for note in (*notes, summary(job, derived(job), *([] if line is None else [line]))):
             shown.say(note)
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
         if rank == 0:
