@@ -151,7 +151,7 @@ class _Gradients:
             return float(loss.detach())
         trainer = inner.trainer
         trainer.engine.begin_step()
-        losses = trainer.parallel.executor.run(trainer.program, [batch], lambda: scale, lambda _: None)
+        losses = trainer.parallel.executor.run(trainer.program, [batch], lambda _: scale, lambda _: None)
         return float(losses[0]) * scale
 
 

@@ -155,7 +155,7 @@ def saved_bytes(rank: int, job: Job, documents: bool, unit: int) -> int:
         saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    step = _Step(parallel.executor, (), [batch], lambda: 1.0, False, None)
+    step = _Step(parallel.executor, (), [batch], lambda _: 1.0, False, None)
     for at in range(unit + 1):
         saved.clear()
         with saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -131,7 +131,7 @@ def test_ranks_with_another_order_of_collectives_are_refused() -> None:
         check_group_order([program, tuple(swapped)])
 
 
-@pytest.mark.parametrize("text", ["F0", "1X0", "1F", "", "1f0", "U1"])
+@pytest.mark.parametrize("text", ["F0", "1Y0", "1F", "", "1f0", "U1"])
 def test_no_action(text: str) -> None:
     with pytest.raises(ValueError, match="no action"):
         Action.parse(text)

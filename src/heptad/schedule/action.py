@@ -2,9 +2,10 @@
 
 Text: index, kind, micro-batch. `3F0` runs unit 3 forward on micro-batch 0; `2G1` starts gathering bucket 2 for
 micro-batch 1 and `2g1` waits for it. Capital: start, or an action that is done when it returns; small: the wait for the
-communication that the capital started. `U` updates the parameters. A program is one line per rank, actions separated
-by blanks. What is computed, and moved to host memory and back, is a *unit*; what is gathered, dropped and reduced is a
-*bucket* of parameters.
+communication that the capital started. `U` updates the parameters. Where a pipeline is never flushed inside a step, a
+stage updates its own after each micro-batch (`0V3`) and keeps the weights that forwards under way have used (`K`, `X`,
+`N`, see `versions.py`). A program is one line per rank, actions separated by blanks. What is computed, and moved to
+host memory and back, is a *unit*; what is gathered, dropped and reduced is a *bucket* of parameters.
 Read next: `lower.py` (who places what), `check.py` (what is proven), `executor.py` (the loop that runs it).
 """
 
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What an action does. F, B, I, W, C, O to p and S to h act on a unit, G to a on a bucket, U on everything."""
+    """What an action does. F, B, I, W, C, O to p and S to h act on a unit, G to a on a bucket, K, X, N and V on a
+    stage, U on everything."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -56,6 +58,14 @@ class Kind(enum.Enum):
     RECEIVE_GRAD = "H"
     """Memory for the gradient of the unit's output."""
     WAIT_RECEIVE_GRAD = "h"
+    KEEP = "K"
+    """A copy of the stage's present weights for the micro-batch's backward, one for all that need the same."""
+    EXCHANGE = "X"
+    """The weights kept for the micro-batch are the stage's, the newest wait in their place."""
+    NEWEST = "N"
+    """The newest are the stage's again, what was kept for the micro-batch is free."""
+    UPDATE_STAGE = "V"
+    """The stage's weights are updated from the micro-batch's gradient."""
     UPDATE = "U"
 
 
@@ -76,12 +86,14 @@ WAIT_OF_TRANSPORT = {
 TRANSPORT = frozenset(WAIT_OF_TRANSPORT) | frozenset(WAIT_OF_TRANSPORT.values())
 WAIT_OF_MOVE = {Kind.OUT: Kind.WAIT_OUT, Kind.FETCH: Kind.WAIT_FETCH}
 """Moves between one rank's device and its host: no other rank takes part."""
+VERSIONS = frozenset({Kind.KEEP, Kind.EXCHANGE, Kind.NEWEST})
+"""Which weights a stage has: copies on one rank's device."""
 MOVES = frozenset(WAIT_OF_MOVE) | frozenset(WAIT_OF_MOVE.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`index` is a unit for COMPUTE, MOVES and TRANSPORT, a bucket for the others; both are -1 for UPDATE."""
+    """`index`: a unit for COMPUTE, MOVES and TRANSPORT, a stage for VERSIONS and V, else a bucket; -1 for UPDATE."""
 
     kind: Kind
     index: int = -1

@@ -2,9 +2,10 @@
 
 Proven: each compute action once and after what it depends on (C after its segment's kept input and the C below it, a
 recomputed unit's backward after its C, so each forward runs again exactly once); a bucket gathered (and waited for) at
-each use and dropped once a gather; what a unit keeps is on the device when it is read, and moves only while it is
-kept; each gradient reduced after its last write and exactly once; every start has its wait; never more than
-`max_gathered` buckets with full parameters; the update last; and, over ranks, one order of collectives per group (on
+each use and dropped once a gather; what a unit keeps is on the device when it is read, and moves only while it is kept;
+each gradient reduced after its last write and exactly once; every start has its wait; never more than `max_gathered`
+buckets with full parameters; the update last; where a stage is updated inside the step, the versions of its weights
+(`version_check.py`), and that its gradient is whole before; and, over ranks, one order of collectives per group (on
 gloo collectives in different order on two ranks mix values silently). Pure, no torch.
 """
 
@@ -16,6 +17,7 @@ from heptad.schedule.action import (
     COMPUTE,
     MOVES,
     TRANSPORT,
+    VERSIONS,
     WAIT_OF,
     WAIT_OF_TRANSPORT,
     Action,
@@ -26,6 +28,7 @@ from heptad.schedule.action import (
     with_backward,
 )
 from heptad.schedule.lower import DataRule
+from heptad.schedule.version_check import Require, Versions
 
 
 class ScheduleError(AssertionError):
@@ -94,6 +97,8 @@ class _State:
         self.written: dict[int, int] = {}  # bucket with a gradient not yet drained -> last write
         self.reduced: set[int] = set()  # buckets drained at least once
         self.all_reduced: set[int] = set()
+        self.versions = Versions()
+        self.trained = frozenset(bucket for use in units for bucket in use.writes)
         self.away: dict[tuple[int, int], Kind] = {}  # (unit, micro-batch) off the device -> last move
 
     def take(self, position: int, action: Action) -> None:
@@ -112,6 +117,8 @@ class _State:
             self._move(action, require)
         elif kind in TRANSPORT:
             self._transport(action, require)
+        elif kind in VERSIONS or kind is Kind.UPDATE_STAGE:
+            self._version(action, require)
         elif kind in WAIT_OF:
             require((kind, index) not in self.pending, "started twice without a wait")
             self.pending[kind, index] = position
@@ -132,12 +139,8 @@ class _State:
             self.full.discard(index)
         elif kind is Kind.UPDATE:
             require(position == len(self.program) - 1, "the update is not the last action")
-            require(
-                not self.written or self.rule.reduce == "never",
-                f"buckets {sorted(self.written)} have gradients that were not reduced",
-            )
-            missing = self.reduced - self.all_reduced if self.rule.replicas else set()
-            require(not missing, f"buckets {sorted(missing)} were not summed over their replicas")
+            self._gradients(require)
+            self.versions.finish(require)
             require(not self.pending, f"not waited for: {sorted(str(k) for k in self.pending)}")
             require(not self.away, f"units {sorted(unit for unit, _ in self.away)} are never fetched back")
             require(not self.moving, f"sent or received without a wait: {sorted((u, m) for _, u, m in self.moving)}")
@@ -148,9 +151,31 @@ class _State:
             if kind is Kind.WAIT_GATHER:
                 self.full.add(index)
 
-    def _transport(self, action: Action, require: object) -> None:
+    def _gradients(self, require: Require) -> None:
+        """Before an update: every gradient is reduced, over the replicas too."""
+        require(
+            not self.written or self.rule.reduce == "never",
+            f"buckets {sorted(self.written)} have gradients that were not reduced",
+        )
+        missing = self.reduced - self.all_reduced if self.rule.replicas else set()
+        require(not missing, f"buckets {sorted(missing)} were not summed over their replicas")
+
+    def _version(self, action: Action, require: Require) -> None:
+        """K of weights that are whole; X and N with no gather under way; V as U, on weights that nobody holds whole."""
+        kind, gathers = action.kind, {bucket for start, bucket in self.pending if start is Kind.GATHER}
+        held = self.trained if self.rule.gather != "never" else frozenset()
+        require(not gathers & self.trained, "the weights are being gathered")
+        require(kind is not Kind.KEEP or held <= self.full, "the weights are not gathered")
+        self.versions.take(action, require)
+        if kind is Kind.UPDATE_STAGE:
+            self._gradients(require)
+            require(not any(start is not Kind.GATHER for start, _ in self.pending), "a reduction is not waited for")
+            require(not held & self.full, "gathered weights are stale after an update: drop them first")
+            self.reduced.clear()
+            self.all_reduced.clear()
+
+    def _transport(self, action: Action, require: Require) -> None:
         """S and T of what has been computed, once; E and H of what another rank computes; each with its wait."""
-        assert callable(require)
         kind, unit, microbatch = action.kind, action.index, action.microbatch
         start = next((begin for begin, wait in WAIT_OF_TRANSPORT.items() if wait is kind), None)
         if start is not None:
@@ -172,9 +197,8 @@ class _State:
     def _went_back(self, unit: int, microbatch: int) -> bool:
         return any(Action(kind, unit, microbatch) in self.done for kind in (Kind.BACKWARD, Kind.INPUT_GRAD))
 
-    def _move(self, action: Action, require: object) -> None:
+    def _move(self, action: Action, require: Require) -> None:
         """O, o, P, p in this order, of what is there."""
-        assert callable(require)
         kind, unit, microbatch = action.kind, action.index, action.microbatch
         key = unit, microbatch
         before = {Kind.WAIT_OUT: Kind.OUT, Kind.FETCH: Kind.WAIT_OUT, Kind.WAIT_FETCH: Kind.FETCH}.get(kind)
@@ -191,14 +215,14 @@ class _State:
         require(keeps and not spent, f"unit {unit} keeps nothing for a backward now")
         self.away[key] = kind
 
-    def _compute(self, action: Action, position: int, require: object) -> None:
-        assert callable(require)
+    def _compute(self, action: Action, position: int, require: Require) -> None:
         kind, unit, microbatch = action.kind, action.index, action.microbatch
         require(
             kind is not Kind.RECOMPUTE or unit in self.segment, f"unit {unit} keeps its graph: nothing to recompute"
         )
         require((unit, microbatch) not in self.away, f"what unit {unit} keeps is not on the device")
         require(self._here(unit, microbatch), f"unit {unit} runs on another rank")
+        self.versions.compute(action, self.units[unit].backward, require)
         for needed, index in self._needs(kind, unit, microbatch):
             require(Action(needed, index, microbatch) in self.done, f"{index}{needed.value}{microbatch} has not run")
         if kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and unit + 1 < len(self.units):
@@ -209,7 +233,8 @@ class _State:
                 come = Action(Kind.WAIT_RECEIVE_GRAD, unit, microbatch) in self.done
                 require(come, f"the gradient of unit {unit} on micro-batch {microbatch} has not come")
         if self.rule.gather != "never":
-            for bucket in self.units[unit].reads(kind):
+            kept = self.trained if self.versions.exchanged is not None else frozenset()
+            for bucket in set(self.units[unit].reads(kind)) - kept:
                 require(bucket in self.full, f"bucket {bucket} is not gathered")
         for bucket in self.units[unit].written(kind):
             require(

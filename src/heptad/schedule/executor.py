@@ -24,9 +24,11 @@ from heptad.models.batch import Batch
 from heptad.models.build import Model, loose_params, tapped_modules
 from heptad.models.decoder import Head
 from heptad.models.taps import GradSink, Tape, write_weight_grads
-from heptad.schedule.action import COMPUTE, MOVES, TRANSPORT, Action, Kind, Program, Segments
+from heptad.schedule.action import COMPUTE, MOVES, TRANSPORT, VERSIONS, Action, Kind, Program, Segments
 from heptad.schedule.lower import phases
 from heptad.trace import Event
+
+_COMPUTES = COMPUTE | VERSIONS | {Kind.UPDATE, Kind.UPDATE_STAGE}
 
 
 class Engine(GradSink, Protocol):
@@ -120,17 +122,19 @@ class Executor:
         self,
         program: Program,
         batches: Sequence[Batch],
-        scale: Callable[[], float] = lambda: 1.0,
+        scale: Callable[[int], float] = lambda _: 1.0,
         update: Callable[[list[Tensor]], None] | None = None,
         record: list[Event] | None = None,
         logits: bool = False,
         outputs_ready: Callable[[list[Tensor]], None] | None = None,
+        update_stage: Callable[[int], None] | None = None,
     ) -> list[Tensor]:
         """Run `program`; returns the output of the last unit (detached) for each micro-batch that it runs on here.
 
-        scale: gradient of the last unit's output (one over the step's count of targets), asked for when its backward
-        runs. outputs_ready: called with those outputs after the last forward; update: what U does, given them. logits:
-        the last unit gives its logits [B, L, V] instead of the sum of losses (no backward then).
+        scale: gradient of the last unit's output on a micro-batch (one over a count of targets), asked for when its
+        backward runs. outputs_ready: called with those outputs after the last forward; update: what U does, given them;
+        update_stage: what V does, given the micro-batch. logits: the last unit gives its logits [B, L, V] instead of
+        the sum of losses (no backward then).
         """
         step = _Step(self, program, batches, scale, logits, outputs_ready)
         origin = time.perf_counter()
@@ -142,6 +146,9 @@ class Executor:
             elif action.kind is Kind.UPDATE:
                 assert update is not None
                 update(step.outputs)
+            elif action.kind is Kind.UPDATE_STAGE:
+                assert update_stage is not None
+                update_stage(action.microbatch)
             elif action.kind in MOVES:
                 assert self.mover is not None
                 self.mover.act(action)
@@ -152,7 +159,7 @@ class Executor:
                 self.engine.act(action, self.phase)
             if record is not None:
                 lane = "move" if action.kind in MOVES else "comm"
-                lane = "compute" if action.kind in COMPUTE or action.kind is Kind.UPDATE else lane
+                lane = "compute" if action.kind in _COMPUTES else lane
                 end = time.perf_counter()
                 record.append(Event(self.rank, lane, str(action), start - origin, end - origin))
         assert not step.runs and not step.grads, "a program left work undone"
@@ -195,7 +202,7 @@ class _Step:
         executor: Executor,
         program: Program,
         batches: Sequence[Batch],
-        scale: Callable[[], float],
+        scale: Callable[[int], float],
         logits: bool,
         outputs_ready: Callable[[list[Tensor]], None] | None,
     ) -> None:
@@ -291,7 +298,7 @@ class _Step:
         leaves = run.tape.leaves()
         if unit == self.last:
             assert isinstance(run.output, Tensor)
-            dy = torch.full_like(run.output, self.scale())
+            dy = torch.full_like(run.output, self.scale(microbatch))
         else:
             dy = self.grads.pop((unit, microbatch))
         if not self.executor.engine.uses_taps:

@@ -2,11 +2,12 @@
 
 A stage is a run of units. F of a stage is F of its units; B is C and B of its units from the top (`backward_order`), I
 and W likewise. An overlapped pair alternates between its two micro-batches, unit by unit: forward of one, backward of
-the other, so each one's communication runs under the other's computation. Where the neighbouring stage lies on
-another rank, the stage's last F is followed by a send (S) of its output and its first is preceded by the wait (e) for
-its input, and gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed.
-An output that was sent is waited for (s) when its gradient has come back, which proves that it arrived; a gradient that
-was sent (t) when the next one is. Read next: `lower.py`, `axes/pipeline/transport.py`.
+the other, so each one's communication runs under the other's computation. Where the neighbouring stage lies on another
+rank, the stage's last F is followed by a send (S) of its output and its first is preceded by the wait (e) for its
+input, and gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed. An
+output that was sent is waited for (s) when its gradient has come back, which proves that it arrived; a gradient that
+was sent (t) when the next one is. In an asynchronous schedule the stage's update (V) follows its B. Read next:
+`lower.py`, `axes/pipeline/transport.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ Slots = dict[int, list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute actions of one rank; `before[i]`, `after[i]`: transport around action i; `tail`: after the last one."""
+    """Compute actions of one rank; `before[i]`, `after[i]`: transport around action i; `tail`: after the last one.
+
+    updates: (i, stage, micro-batch): the stage is updated from the micro-batch's gradient after action i.
+    """
 
     compute: Program
     before: Slots = field(default_factory=dict)
     after: Slots = field(default_factory=dict)
     tail: Program = ()
+    updates: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def pairs(self) -> frozenset[tuple[int, int]]:
@@ -105,6 +110,7 @@ class _Expansion:
         self.sent: dict[int, Action] = {}  # stage -> the gradient sent last, not waited for yet
         self.trains = any(a.kind is not Kind.FORWARD for line in stages.schedule.lines for a in _single_actions(line))
         self.tail: list[Action] = []
+        self.updates: list[tuple[int, int, int]] = []
 
     def run(self, line: Sequence[Step]) -> Work:
         for step in line:
@@ -113,8 +119,10 @@ class _Expansion:
                 self._emit([self._units(step.forward), self._units(step.backward)])
             else:
                 self._emit([self._units(step)])
+                if self.stages.schedule.asynchronous and step.kind is Kind.BACKWARD:
+                    self.updates.append((len(self.compute) - 1, step.stage, step.microbatch))
         self.tail += [Action(Kind.WAIT_SEND_GRAD, a.index, a.microbatch) for _, a in sorted(self.sent.items())]
-        return Work(tuple(self.compute), dict(self.before), dict(self.after), tuple(self.tail))
+        return Work(tuple(self.compute), dict(self.before), dict(self.after), tuple(self.tail), tuple(self.updates))
 
     def _units(self, action: StageAction) -> list[Action]:
         """The unit actions of a stage action."""

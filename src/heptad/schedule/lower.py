@@ -9,7 +9,8 @@ full gradients wait for the network beside the one being written. Source of the 
 
 With `offload`, what a unit keeps for its backward moves to the host: out right after the action that made it (waited
 for after the next compute action, when the device's copy goes), back `prefetch` compute actions before the one that
-reads it. What would not be away for at least one compute action stays. Read next: `check.py`, `axes/data/stages.py`
+reads it. What would not be away for at least one compute action stays. A stage that is updated inside a step has rules
+of its own: `versions.py`. Read next: `check.py`, `axes/data/stages.py`
 (the rules of the stages), `recompute/offload.py`.
 """
 
@@ -22,6 +23,7 @@ from typing import Literal
 
 from heptad.schedule.action import COMPUTE, TRANSPORT, Action, Kind, Program, Segments, UnitUse, with_backward
 from heptad.schedule.expand import Work
+from heptad.schedule.versions import place_gathers, place_reductions, place_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ _REDUCTIONS = {Kind.REDUCE, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.WAIT_ALL_RED
 _ORDER_BEFORE = [
     *(Kind.RECEIVE, Kind.RECEIVE_GRAD, Kind.GATHER, Kind.FETCH),
     *(Kind.WAIT_GATHER, Kind.WAIT_FETCH, Kind.WAIT_RECEIVE, Kind.WAIT_RECEIVE_GRAD, Kind.WAIT_SEND),
+    Kind.EXCHANGE,
 ]
 """Start everything, then wait."""
 _ORDER_AFTER = [
@@ -73,9 +76,13 @@ def lower(
     compute = work.compute
     before: _Slots = defaultdict(list, {at: list(actions) for at, actions in work.before.items()})
     after: _Slots = defaultdict(list, {at: list(actions) for at, actions in work.after.items()})
+    turn: _Slots = defaultdict(list)  # after all else, in this order
     tail: list[Action] = []
-    _place_gathers(compute, units, rule, before, after)
-    if update:
+    if work.updates:
+        _place_updates(work, units, rule, before, after, turn)
+    else:
+        _place_gathers(compute, units, rule, before, after)
+    if update and not work.updates:
         _place_reductions(compute, units, rule, after, tail)
     if update and offload:
         _place_moves(compute, with_backward(recompute, units), rule.prefetch, before, after)
@@ -84,8 +91,20 @@ def lower(
         program += sorted(before[position], key=lambda a: _ORDER_BEFORE.index(a.kind))
         program.append(action)
         program += sorted(after[position], key=lambda a: _ORDER_AFTER.index(a.kind))
+        program += turn[position]
     program += [*work.tail, *tail]
     return (*program, Action(Kind.UPDATE)) if update else tuple(program)
+
+
+def _place_updates(
+    work: Work, units: Sequence[UnitUse], rule: DataRule, before: _Slots, after: _Slots, turn: _Slots
+) -> None:
+    """Of an asynchronous step, whose parameters are whole on each rank (stages 0 and 1)."""
+    assert rule.gather != "use" and rule.reduce == "step", "configuration refuses the other stages"
+    place_reductions(work, units, rule.replicas, after, turn)
+    place_versions(work, before, turn)
+    if rule.gather != "never":
+        place_gathers(work, units, rule.prefetch, before, after, turn)
 
 
 def _spans(positions: Sequence[int], whole: bool) -> list[tuple[int, int]]:
@@ -198,6 +217,8 @@ def phases(program: Program) -> tuple[str, ...]:
             serves[action.index] = following
         if action.kind in (Kind.GATHER, Kind.WAIT_GATHER):
             found.append(serves[action.index])
+        elif action.kind is Kind.UPDATE_STAGE:
+            found.append("update")
         elif action.kind in TRANSPORT:
             found.append("forward" if action.kind in _UP else "backward")
         else:

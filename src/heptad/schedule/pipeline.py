@@ -48,12 +48,17 @@ Line = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`lines[rank]`: what the rank runs. `num_stages` and `num_microbatches` are those of the whole step."""
+    """`lines[rank]`: what the rank runs. `num_stages` and `num_microbatches` are those of the whole step.
+
+    asynchronous: a stage updates its weights right after each backward, from that micro-batch's gradient, and keeps for
+    each micro-batch under way those that its forward used. One stage a rank.
+    """
 
     name: str
     num_stages: int
     num_microbatches: int
     lines: tuple[Line, ...]
+    asynchronous: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -1,11 +1,12 @@
 """One training step and one evaluation, on one rank.
 
-A step: count the targets of the whole global batch (one integer all-reduce under the first forward); run the
-program, whose last unit's output is scaled by one over that count, so gradients are only ever summed; the loss is
-summed over ranks under the backward; then, in U: the gradient norm of the whole model, one decision that all ranks
-share (finite or not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of
-them counts, the others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. Read
-next: `schedule/executor.py`, `optim/build.py`, `loop.py`.
+A step: count the targets of the whole global batch (one integer all-reduce under the first forward); run the program,
+whose last unit's output is scaled by one over that count, so gradients are only ever summed; the loss is summed over
+ranks under the backward; then, in U: the gradient norm of the whole model, one decision that all ranks share (finite or
+not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of them counts, the
+others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. An asynchronous pipeline
+updates inside the step (`stale.py`); U then only reports. Read next: `schedule/executor.py`, `optim/build.py`,
+`loop.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from heptad.optim.build import build_optimizer
 from heptad.optim.norm import clip_, total_norm
 from heptad.optim.schedule import lr_at
 from heptad.trace import Event
+from heptad.train.stale import StageUpdates
 
 
 class NonFinite(RuntimeError):
-    """Loss or gradient is inf or nan and the job says to stop; the state is that of before the step."""
+    """Loss or gradient is inf or nan and the job says to stop; the state is that of before the step (of an asynchronous
+    step: with every update that was finite)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,9 @@ class Trainer:
         self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
         self.program = self.parallel.program(microbatches_of(job))
         self.result: StepResult | None = None
+        stages = self.parallel.stages
+        asynchronous = stages is not None and stages.schedule.asynchronous
+        self.stale = StageUpdates(self.parallel, self.optimizer, self.counts_targets) if asynchronous else None
 
     def step(
         self,
@@ -119,7 +125,10 @@ class Trainer:
         """
         batches = [batch.to(self.device) for batch in batches]
         self._mode(training=True)
-        num_targets = self.count_targets(batches)
+        stale = self.stale
+        if stale is not None:
+            stale.begin(step, batches)
+        num_targets = self.count_targets(batches) if stale is None else stale.num_targets
         self.engine.begin_step()
         loss = LossSum(self.loss_group, stop, self.device, self.counts)
 
@@ -127,11 +136,15 @@ class Trainer:
             loss.start(losses)
             self.result = self._update(step, loss, num_targets())
 
+        def scale(microbatch: int) -> float:
+            return 1.0 / max(num_targets(), 1) if stale is None else stale.scale(microbatch)
+
         with self._library_ledger() if count_library else nullcontext():
             twice = count_library and self.engine.library_communicates  # its ledger would count the loss once more
             early = None if twice else loss.start
             run = self.parallel.executor.run
-            run(self.program, batches, lambda: 1.0 / max(num_targets(), 1), update, record, outputs_ready=early)
+            update_stage = None if stale is None else stale.update
+            run(self.program, batches, scale, update, record, outputs_ready=early, update_stage=update_stage)
         assert self.result is not None
         num_tokens = sum(batch.ids.numel() for batch in batches) * self.mesh.layout.data_ranks
         return replace(self.result, num_tokens=num_tokens)
@@ -172,12 +185,14 @@ class Trainer:
         return cache(wait)
 
     def _update(self, step: int, summed: LossSum, num_targets: int) -> StepResult:
-        """What U does: nothing changes unless loss and gradient are finite on every rank."""
+        """What U does: nothing changes unless loss and gradient are finite on every rank.
+
+        After an asynchronous step it has changed already, and this only tells.
+        """
         section = self.job.optimizer
-        self.engine.finish_grads()
+        norm = self._norm()
         total, stops = summed.wait()
         loss = total / max(num_targets, 1)
-        norm = total_norm(self.engine.shards, pipeline=self.pipeline)
         norm_value = host_value(norm, expected=0.0)
         finite = math.isfinite(loss) and math.isfinite(norm_value)
         bad_rank = None if finite else self._first_bad_rank(summed.local)
@@ -186,13 +201,20 @@ class Trainer:
             raise NonFinite(f"step {step}: loss {loss}, gradient norm {norm_value} ({where})")
         skipped = not finite or num_targets == 0
         factor = 1.0
-        if not skipped:
+        if not skipped and self.stale is None:
             if section.clip_norm is not None and norm_value > section.clip_norm:
                 factor = host_value(clip_(self.engine.shards, section.clip_norm, norm), expected=1.0)
             self.optimizer.step(step)
             self.engine.refresh()
         lr = lr_at(section, step, self.job.train.steps, section.lr)
         return StepResult(step, loss, norm_value, factor, skipped, bad_rank, 0, num_targets, lr, stops)
+
+    def _norm(self) -> Tensor:
+        """Of the whole gradient; of an asynchronous step, see `stale.py`."""
+        if self.stale is not None:
+            return self.stale.drained()
+        self.engine.finish_grads()
+        return total_norm(self.engine.shards, pipeline=self.pipeline)
 
     def _first_bad_rank(self, local: Tensor) -> int | None:
         bad = torch.where(local.isfinite(), math.inf, float(self.rank)).to(torch.float64)

@@ -1,8 +1,8 @@
 """The data axis's engine: all buckets of a model on one rank, for every stage.
 
-The executor calls `act` for G, g, D, R, r, A, a and hands the engine to the weight gradients as their sink. Which
-stage it is shows only in `Placement` and in the program that `schedule/lower.py` wrote. Read next: `bucket.py`,
-`schedule/executor.py`.
+The executor calls `act` for G, g, D, R, r, A, a (and K, X, N: `versions.py`) and hands the engine to the weight
+gradients as their sink. Which stage it is shows only in `Placement` and in the program that `schedule/lower.py` wrote.
+Read next: `bucket.py`, `schedule/executor.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from heptad.axes.data.bucket import Bucket, Placement
 from heptad.axes.data.buckets import BucketSpec, part_width, parts_of, plan_buckets, unit_uses
 from heptad.axes.data.shard import Holders, Shard, sum_parts
+from heptad.axes.data.versions import Versions
 from heptad.mesh.collectives import Group
 from heptad.models.build import Model
 from heptad.models.init import fill
 from heptad.precision.policy import Policy
-from heptad.schedule.action import Action, Kind
+from heptad.schedule.action import VERSIONS, Action, Kind
 
 
 class DataEngine:
@@ -60,6 +61,7 @@ class DataEngine:
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards(holders)]
         self._parts = self._sums(holders, planned)
         self._summed = False
+        self.versions = Versions([bucket.full for bucket in self.buckets if bucket.spec.trainable])
         self._acts: dict[Kind, Callable[[Bucket, str], None]] = {
             Kind.GATHER: Bucket.gather,
             Kind.WAIT_GATHER: lambda bucket, _: bucket.wait_gather(),
@@ -94,15 +96,27 @@ class DataEngine:
         self.refresh()
 
     def act(self, action: Action, phase: str) -> None:
-        """Run one action on a bucket; `phase` labels its traffic."""
+        """Run one action on a bucket, or on all of a stage's weights; `phase` labels its traffic."""
+        if action.kind in VERSIONS:
+            self._version(action)
+            return
         self._acts[action.kind](self.buckets[action.index], phase)
+
+    def _version(self, action: Action) -> None:
+        match action.kind:
+            case Kind.KEEP:
+                self.versions.keep(action.microbatch)
+            case Kind.EXCHANGE:
+                self.versions.exchange(action.microbatch)
+            case Kind.NEWEST:
+                self.versions.newest(action.microbatch)
 
     def whole(self, unit: nn.Module) -> AbstractContextManager[None]:
         """The program gathers what each of its actions uses."""
         return nullcontext()
 
     def begin_step(self) -> None:
-        """Before the first action of a step that trains."""
+        """Before the first action of a step that trains; inside an asynchronous one, after each update."""
         self._summed = False
         for bucket in self.buckets:
             bucket.begin_step()
@@ -118,6 +132,7 @@ class DataEngine:
         """After the masters changed (update, load)."""
         for bucket in self.buckets:
             bucket.refresh()
+        self.versions.changed()
 
     # GradSink
 

@@ -73,7 +73,7 @@ def generate(name: str, num_ranks: int, chunks: int | None, num_microbatches: in
     generator = GENERATORS[name]
     per_rank = chunks or generator.chunks
     lines = generator.lines(num_ranks, per_rank, num_microbatches)
-    return Schedule(name, num_ranks * per_rank, num_microbatches, lines)
+    return Schedule(name, num_ranks * per_rank, num_microbatches, lines, generator.asynchronous)
 
 
 def claimed_live(name: str, num_ranks: int, chunks: int | None, num_microbatches: int) -> tuple[int, ...] | None:
