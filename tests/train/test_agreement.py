@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,26 @@ def test_c_036_optimizer_state_of_copies_is_compared_too() -> None:
         forked(2, start, job, 1, "exp_avg_sq/head.norm.weight")
 
 
+# A tied table is on the first and the last stage; the twins of DualPipe hold each stage twice; others are not shared.
+PIPELINE = [
+    (2, dict(tied=True), dict(pp=2, zero=1), 1, "embed.tokens.weight", 0),
+    (4, {}, dict(pp=2, dp_shard=2, zero=0), 3, "blocks.2.mlp.up.weight", 2),
+    (4, {}, dict(pp=2, tp=2, zero=3), 3, "blocks.2.mlp.norm.weight", 2),
+    (4, dict(layers=4), dict(pp=4, zero=3, schedule="dualpipe"), 3, "blocks.0.mlp.up.weight", 0),
+]
+
+
+@pytest.mark.parametrize(("ranks", "model", "layout", "perturbed", "name", "first"), PIPELINE)
+def test_c_039_a_parted_copy_along_a_pipeline_stops_every_rank(
+    ranks: int, model: dict[str, Any], layout: dict[str, Any], perturbed: int, name: str, first: int
+) -> None:
+    job = tiny_job(model, **layout)
+    forked(ranks, start, job, -1)
+    named = rf"replicas of ({name}|a tensor at place \d of the pipeline) differ between rank [{first}{perturbed}] and"
+    with pytest.raises(RankFailed, match=named):
+        forked(ranks, start, job, perturbed, name)
+
+
 def save(rank: int, job: Job, perturbed: bool) -> None:
     device = torch.device("cpu")
     trainer, loader = Trainer(job, rank, device), Loader(job, 0, 1, synthetic(job))
@@ -99,14 +120,17 @@ def test_c_131_ranks_with_other_tokens_are_named() -> None:
         forked(2, compare, [7, 8])
 
 
-def other_program(rank: int) -> None:
-    trainer = Trainer(tiny_job(zero=3, dp_shard=2, prefetch=rank), rank, torch.device("cpu"))
+def other_program(rank: int, pp: int = 1, other: int = 1) -> None:
+    trainer = Trainer(tiny_job(zero=3, dp_shard=2, pp=pp, prefetch=int(rank == other)), rank, torch.device("cpu"))
     require_same_program(trainer)
 
 
 def test_ranks_with_another_program_are_stopped_before_the_first_step() -> None:
     with pytest.raises(RankFailed, match="the step's programs differ between ranks 0, 1"):
         forked(2, other_program)
+    forked(4, other_program, 2, -1)
+    with pytest.raises(RankFailed, match="the step's programs differ between ranks 2, 3"):
+        forked(4, other_program, 2, 3)
 
 
 def test_a_fingerprint_sees_bits_and_places() -> None:

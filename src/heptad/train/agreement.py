@@ -4,8 +4,9 @@ Replicas that part train apart and nobody notices: nothing averages weights (C-0
 part of a norm's gradient moves only its own copy (C-036); a node that tokenised other files reads other samples
 (C-131). Tokens and program are compared once, at the start; replicas then and before every checkpoint, weights and
 optimizer state. All in phase "check": two all-reduces of one int64; for replicas two all-reduces of one int64 a tensor
-over the ranks that hold the same shard, a gather of three over the tensor axis (which part, and what is there), and one
-int64 over all ranks. Where there is one copy nothing is sent and no bit is read. Read next: `loop.py`, `state.py`.
+over the ranks that hold the same shard, a gather of three over the tensor axis (which part, and what is there), one of
+four along the pipeline, whose ranks may hold the same parameter (a tied head, DualPipe's twins), and one int64 over all
+ranks. Where there is one copy nothing is sent and no bit is read. Read next: `loop.py`, `state.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from heptad.schedule.action import format_program
 from heptad.train.step import Trainer
 
 CHUNK = 1 << 20
+NOTHING = 1 << 62
+"""More than any code of a difference."""
 
 
 class Disagreement(RuntimeError):
@@ -39,24 +42,29 @@ def require_same_replicas(trainer: Trainer) -> None:
     rank, naming the tensor. Collective over all ranks; at the start and between any two steps.
 
     Copies are what the ranks of the replica axes hold, and what several tensor ranks hold of the same elements: norms,
-    biases behind a sum, kv heads that are fewer than ranks.
+    biases behind a sum, kv heads that are fewer than ranks; and what two stages of a pipeline hold.
     """
     layout, device = trainer.mesh.layout, trainer.device
     replicas, tensor = trainer.mesh.group(*replica_axes(trainer.job.layout.zero)), trainer.mesh.group("tp")
-    if layout.degree(*replica_axes(trainer.job.layout.zero), "tp") == 1:
+    if layout.degree(*replica_axes(trainer.job.layout.zero), "tp", "pp") == 1:
         return
     pieces = trainer.pieces()
     prints = [fingerprint(piece.tensor) for piece in pieces]
     held = [(piece.start, piece.stop, value) for piece, value in zip(pieces, prints, strict=True)]
     apart = [(at, replicas.ranks[0]) for at in _differ(prints, replicas, device)]
     apart += [(at, tensor.ranks[index]) for at, index in _parted(_gathered(held, tensor, device))]
-    nothing = len(pieces) * layout.world
-    first = torch.tensor(min([at * layout.world + rank for at, rank in apart], default=nothing), device=device)
+    pipeline, place = trainer.mesh.group("pp"), layout.coords(trainer.rank)["pp"]
+    named = [(digest_of(piece.name), *rest) for piece, rest in zip(pieces, held, strict=True)]
+    apart += [(at, pipeline.ranks[index]) for at, index in _parted_along(named, pipeline, device)]
+    codes = [(at * layout.world + rank) * pipeline.size + place for at, rank in apart]
+    first = torch.tensor(min(codes, default=NOTHING), device=device)
     all_reduce(first, trainer.loss_group, "check", "min").wait()
-    if int(first) < nothing:
-        at, rank = divmod(int(first), layout.world)
+    if int(first) < NOTHING:
+        code, found_at = divmod(int(first), pipeline.size)
+        at, rank = divmod(code, layout.world)
+        name = pieces[at].name if found_at == place else f"a tensor at place {found_at} of the pipeline"
         raise Disagreement(
-            f"replicas of {pieces[at].name} differ between rank {rank} and others that hold the same part of it: a "
+            f"replicas of {name} differ between rank {rank} and others that hold the same part of it: a "
             "copy was changed alone, by other code, by memory, or by a gradient that was not summed over all of them"
         )
 
@@ -96,12 +104,47 @@ def _parted(held: Sequence[Sequence[Held]]) -> list[tuple[int, int]]:
     return found
 
 
+def _parted_along(mine: Sequence[tuple[int, ...]], group: Group, device: torch.device) -> list[tuple[int, int]]:
+    """(place in `mine`, index of a rank of `group` that holds the same with other bits) for each such tensor.
+
+    mine: (name, start, stop, print). Ranks hold different numbers of tensors: shorter lists are filled up.
+    """
+    if group.size == 1:
+        return []
+    longest = torch.tensor(len(mine), device=device)
+    all_reduce(longest, group, "check", "max").wait()
+    own = torch.full((int(longest), 4), -1, dtype=torch.int64, device=device)
+    own[: len(mine)] = torch.tensor(mine, dtype=torch.int64, device=device).view(-1, 4)
+    full = own.new_empty(group.size * own.numel())
+    work = all_gather(full, own.flatten(), group, "check")
+    work.wait()
+    work.wait_sent()
+    found = []
+    at_of = {key[:3]: (at, key[3]) for at, key in enumerate(mine)}
+    for index, rows in enumerate(full.view(group.size, -1, 4).tolist()):
+        for *key, value in rows:
+            at, own_value = at_of.get(tuple(key), (0, value))
+            if own_value != value:
+                found.append((at, index))
+    return found
+
+
 def require_same_program(trainer: Trainer) -> None:
-    """Every rank runs the same program: collectives of a group in one order, or values mix (gloo)."""
-    digest = digest_of(format_program(trainer.program))
-    require_same(
-        "the step's programs", digest, trainer.loss_group, trainer.device, "start every rank with the same job"
-    )
+    """Every rank runs the program of its place along the pipeline: collectives of a group in one order, or values mix
+    (gloo). So ranks of one place have one text."""
+    layout = trainer.mesh.layout
+    own = torch.tensor(digest_of(format_program(trainer.program)))
+    low, high = (torch.full((layout.degree("pp"),), fill, dtype=torch.int64) for fill in (NOTHING, -1))
+    low[layout.coords(trainer.rank)["pp"]] = high[layout.coords(trainer.rank)["pp"]] = own
+    low, high = low.to(trainer.device), high.to(trainer.device)
+    all_reduce(low, trainer.loss_group, "check", "min").wait()
+    all_reduce(high, trainer.loss_group, "check", "max").wait()
+    wrong = (low != high).nonzero().flatten().tolist()
+    if wrong:
+        ranks = trainer.loss_group.ranks
+        parted = ", ".join(str(rank) for rank in ranks if layout.coords(rank)["pp"] == wrong[0])
+        hint = "start every rank with the same job"
+        raise Disagreement(f"the step's programs differ between ranks {parted}: {hint}")
 
 
 def digest_of(text: str) -> int:
