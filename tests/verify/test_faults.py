@@ -13,6 +13,7 @@ from heptad.loader.synthetic import synthetic
 from heptad.verify.compare import compare
 from heptad.verify.faults import KINDS, names, parse
 from heptad.verify.localise import NOBODY, without
+from heptad.verify.pipeline_faults import PIPELINE
 from heptad.verify.ranks import RankReport, _rank
 from heptad.verify.reference import Reference
 from heptad.verify.run import Verdict, examine
@@ -42,7 +43,7 @@ def examined(fault: str, steps: int = 2, **layout: Any) -> Verdict:
 
 
 def test_the_list_is_complete() -> None:
-    assert names() == [*GUILTY, *TENSOR] and len(names()) == len(KINDS)
+    assert names() == [*GUILTY, *TENSOR, *PIPELINE] and len(names()) == len(KINDS)
 
 
 @pytest.mark.parametrize("fault", GUILTY)

@@ -15,7 +15,7 @@ from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
 from heptad.models.spec import UnitSpec
 from heptad.recompute.policy import check_moves, segments
-from heptad.schedule.action import Program, Segments, UnitUse, forward_only, gradient_accumulation
+from heptad.schedule.action import Action, Kind, Program, Segments, UnitUse, forward_only, gradient_accumulation
 from heptad.schedule.check import check
 from heptad.schedule.expand import Stages, Work, evaluation, expand
 from heptad.schedule.lower import lower
@@ -57,9 +57,21 @@ def step_program(
     offload = job.offload.activations == "cpu"
     program = lower(work, uses, rule, train, recompute, offload)
     if offload and train:
-        check_moves(program, job.layout)
+        check_moves((*program, *_moves_elsewhere(program, uses, job, recompute, stages)), job.layout)
     check(program, uses, rule, recompute if train else (), work=None if stages is None else work.pairs)
     return program
+
+
+def _moves_elsewhere(
+    program: Program, uses: tuple[UnitUse, ...], job: Job, recompute: Segments, stages: Stages | None
+) -> Program:
+    """Of a pipeline, where nothing moves on one rank: what other ranks move (a last stage has no time to)."""
+    if stages is None or any(action.kind is Kind.OUT for action in program):
+        return ()
+    rule, found = data_rule(job.layout), list[Action]()
+    for place in range(stages.schedule.num_ranks):
+        found += lower(expand(stages, place, uses, recompute), uses, rule, True, recompute, offload=True)
+    return tuple(found)
 
 
 def recomputed(job: Job, units: Sequence[UnitSpec], stages: Stages | None = None) -> Segments:

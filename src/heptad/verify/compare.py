@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from heptad.account.traffic import step_traffic
-from heptad.axes.program import recomputed
+from heptad.axes.program import recomputed, stages_of
 from heptad.config.schema import Job
 from heptad.mesh.piece import Piece
 from heptad.trace import total
@@ -61,15 +61,15 @@ class Comparison:
 
     relative_error: by parameter, the worst of its gradients' and its values'. reorder_ratio: bf16 only, distance of all
     gradients to the reference over the reordered runs' own (else None).
-    predicted, counted: one entry a kind, of the last applied step; traffic_matches: on every rank and step.
+    predicted, counted: one entry a kind, of one rank's applied step; traffic_matches: on every rank and step.
     """
 
     differences: list[Difference]
     relative_error: dict[str, float]
     loss_error: float
     norm_error: float
-    predicted: dict[tuple[str, str, str], tuple[int, int]]
-    counted: dict[tuple[str, str, str], tuple[int, int]]
+    predicted: Counts
+    counted: Counts
     traffic_matches: bool
     losses: list[float]
     reorder_ratio: float | None
@@ -108,16 +108,28 @@ def compare(job: Job, reference: Reference, reports: Sequence[RankReport], steps
         ratio = judge.ratio if ratio is None else max(ratio, judge.ratio or 0.0)
         for name, error in judge.errors.items():
             errors[name] = max(errors.get(name, 0.0), error)
-    predicted = predicted_traffic(job, reference)
-    counts = [total(report.steps[step].transfers) for report in reports for step in range(steps)]
-    matches = all(count == predicted for count in counts)
-    return Comparison(found, errors, loss_error, norm_error, predicted, counts[-1], matches, losses, ratio)
+    predicted, counted, matches = _traffic(job, reference, reports)
+    return Comparison(found, errors, loss_error, norm_error, predicted, counted, matches, losses, ratio)
 
 
-def predicted_traffic(job: Job, reference: Reference) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """(axis, op, phase) -> (count, bytes) of one step of one rank."""
+Counts = dict[tuple[str, str, str], tuple[int, int]]
+"""(axis, op, phase) -> (count, bytes)."""
+
+
+def predicted_traffic(job: Job, reference: Reference, place: int = 0) -> Counts:
+    """What one rank at `place` along the pipeline sends in one step."""
     units = reference.model.unit_specs
-    return total(step_traffic(job, units, reference.specs, recomputed(job, units)))
+    again = recomputed(job, units, stages_of(job, units))
+    return total(step_traffic(job, units, reference.specs, again, place=place))
+
+
+def _traffic(job: Job, reference: Reference, reports: Sequence[RankReport]) -> tuple[Counts, Counts, bool]:
+    """Predicted and counted of one rank and step, and whether they are the same on all: the first that differs is
+    shown, else the last rank's last step."""
+    at = [predicted_traffic(job, reference, place) for place in range(job.layout.pp)]
+    both = [(at[report.coords["pp"]], total(step.transfers)) for report in reports for step in report.steps]
+    differ = [pair for pair in both if pair[0] != pair[1]]
+    return *(differ or both[-1:])[0], not differ
 
 
 def assemble(ranks: Sequence[Sequence[Piece]]) -> tuple[dict[str, Tensor], list[str]]:
@@ -180,11 +192,13 @@ class Judge:
         """Fingerprints of the units' outputs, micro-batch by micro-batch, in the global order."""
         names = [unit.name for unit in self.reference.model.unit_specs]
         worst = [0.0] * len(names)
+        seen: set[tuple[int, int]] = set()
         for data_rank, marks in _whole_marks(reports, self.step, self.reference.job.layout.sequence_parallel):
-            for at, units in enumerate(marks):
-                right = self.right.outputs[data_rank * len(marks) + at]
-                for unit, (a, b) in enumerate(zip(units, right, strict=True)):
-                    worst[unit] = max(worst[unit], _relative(a, b))
+            for at, units in enumerate(marks, data_rank * len(marks)):
+                seen |= {(at, unit) for unit in units}
+                for unit, mark in units.items():
+                    worst[unit] = max(worst[unit], _relative(mark, self.right.outputs[at][unit]))
+        assert len(seen) == len(names) * len(self.right.outputs), "some unit ran on some micro-batch nowhere"
         for unit, (name, error) in enumerate(zip(names, worst, strict=True)):
             self._add("output", name, error, self._output_bound(unit))
 
@@ -260,8 +274,8 @@ class Judge:
             self._add("replicas", f"{what} of {name}", math.inf, 0.0)
 
 
-Marks = list[list[float]]
-"""[micro-batch][unit]: a fingerprint."""
+Marks = list[dict[int, float]]
+"""[micro-batch][unit]: a fingerprint, of the units that ran there."""
 
 
 def _whole_marks(reports: Sequence[RankReport], step: int, sequence: bool) -> list[tuple[int, Marks]]:
@@ -269,16 +283,17 @@ def _whole_marks(reports: Sequence[RankReport], step: int, sequence: bool) -> li
 
     sequence: tensor ranks have rows of each, so theirs are added up; the last unit's output, the loss, is whole on all.
     """
-    found = [(report.data_rank, report.steps[step - 1].outputs) for report in reports]
+    found = [((report.data_rank, report.coords["pp"]), report.steps[step - 1].outputs) for report in reports]
     if not sequence:
-        return found
-    same = {rank: [marks for other, marks in found if other == rank] for rank, _ in found}
+        return [(rank, marks) for (rank, _), marks in found]
+    last = max(unit for _, marks in found for units in marks for unit in units)
+    same = {place: [marks for other, marks in found if other == place] for place, _ in found}
 
-    def whole(rank: int, at: int, units: list[float]) -> list[float]:
-        parts = zip(*(marks[at] for marks in same[rank]), strict=True)
-        return [*map(sum, list(parts)[:-1]), units[-1]]
+    def whole(place: tuple[int, int], at: int, units: dict[int, float]) -> dict[int, float]:
+        parts = [marks[at] for marks in same[place]]
+        return {unit: own if unit == last else sum(part[unit] for part in parts) for unit, own in units.items()}
 
-    return [(rank, [whole(rank, at, units) for at, units in enumerate(marks)]) for rank, marks in found]
+    return [(place[0], [whole(place, at, units) for at, units in enumerate(marks)]) for place, marks in found]
 
 
 def _relative(value: float, right: float) -> float:

@@ -69,8 +69,9 @@ def _around(trainer: Trainer, wrap: Callable[[Act], Act]) -> None:
     setattr(trainer.engine, "act", wrap(trainer.engine.act))  # noqa: B010
 
 
-def _bucket(fault: Fault, trainer: Trainer) -> Bucket:
-    return next(bucket for bucket in engine_of(trainer).buckets if fault.param in bucket.params)
+def _bucket(fault: Fault, trainer: Trainer) -> Bucket | None:
+    """The bucket with the parameter aimed at; None where other stages of a pipeline hold it."""
+    return next((bucket for bucket in engine_of(trainer).buckets if fault.param in bucket.params), None)
 
 
 def _alone(group: Group) -> Group:
@@ -100,6 +101,8 @@ def _scale(fault: Fault, trainer: Trainer, everything: bool) -> None:
 
 def _missing_reduction(fault: Fault, trainer: Trainer) -> None:
     chosen = _bucket(fault, trainer)
+    if chosen is None:
+        return
     place, first, last = chosen.place, chosen.first, chosen.first + chosen.shard_numel
     alone = replace(place, sharded=False, replica_group=_alone(place.replica_group))
     silent = Kind.REDUCE if not place.sharded or place.shard_group.size > 1 else Kind.ALL_REDUCE
@@ -127,6 +130,8 @@ def _missing_reduction(fault: Fault, trainer: Trainer) -> None:
 
 def _replica_not_summed(fault: Fault, trainer: Trainer) -> None:
     chosen = _bucket(fault, trainer)
+    if chosen is None:
+        return
     place = chosen.place
     alone = replace(place, replica_group=_alone(place.replica_group))
 
@@ -144,7 +149,7 @@ def _replica_not_summed(fault: Fault, trainer: Trainer) -> None:
 
 def _stale_gather(fault: Fault, trainer: Trainer) -> None:
     chosen = _bucket(fault, trainer)
-    if not chosen.place.sharded:
+    if chosen is None or not chosen.place.sharded:
         return
     first, last = chosen.first, chosen.first + chosen.shard_numel
     kept: dict[str, Tensor] = {}
@@ -202,9 +207,9 @@ class _Nowhere:
 def _norm_local(fault: Fault, trainer: Trainer) -> None:
     right = vars(step_module)["total_norm"]  # maybe wrong already: two faults
 
-    def local(shards: Any, p: float = 2.0) -> Tensor:
+    def local(shards: Any, p: float = 2.0, pipeline: Group | None = None) -> Tensor:
         with torch.no_grad():
-            found: Tensor = right([replace(shard, group=None) for shard in shards], p)
+            found: Tensor = right([replace(shard, group=None) for shard in shards], p, pipeline)
             return found
 
     setattr(step_module, "total_norm", local)  # noqa: B010

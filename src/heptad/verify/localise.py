@@ -6,9 +6,10 @@ turned off, one by one, and what heals is guilty; if no single one does, pairs; 
 layout with every axis off that still differs has its fault in the model or in the optimizer.
 
 Turned off: dp_replicate and dp_shard -> 1 (the global batch stays, by more accumulation), tp -> 1 and with it sequence
-parallelism (and with that keep_gathered), zero -> 0, accumulation -> 1 (larger micro-batches), prefetch -> 0, recompute
-and offloaded activations -> none, compile -> false, attention -> the other kind, engine -> heptad. Cost: one short run
-of the layout each.
+parallelism (and with that keep_gathered), pp -> 1 with all options of the pipeline, schedule -> gpipe on the same
+stages, zero -> 0, accumulation -> 1 (larger micro-batches; a schedule that needs several becomes gpipe), prefetch -> 0,
+recompute and offloaded activations -> none, compile -> false, attention -> the other kind, engine -> heptad. Cost: one
+short run of the layout each.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from heptad.axes.pipeline.generate import generate
+from heptad.axes.pipeline.generate import problems as schedule_problems
+from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job, LayoutSection, RecomputeSection, Section
 from heptad.verify.compare import Comparison, Difference
 
 DATA = ("dp_replicate", "dp_shard")
 TENSOR = ("keep_gathered", "sequence_parallel", "tp")
-POLICIES = ("accumulation", "zero", "engine", "offload", "recompute", "attention", "compile", "prefetch")
-AXES = (*DATA, *TENSOR, *POLICIES)
+PIPELINE = ("pp",)
+POLICIES = ("schedule", "accumulation", "zero", "engine", "offload", "recompute", "attention", "compile", "prefetch")
+AXES = (*DATA, *TENSOR, *PIPELINE, *POLICIES)
 """In the order they are blamed when turning off any of several heals: what communicates first, policies last; of those
 that take others with them, the most special first."""
 
@@ -50,6 +55,8 @@ def present(job: Job) -> list[str]:
         "keep_gathered": layout.keep_gathered,
         "sequence_parallel": layout.sequence_parallel,
         "tp": layout.tp > 1,
+        "pp": layout.pp > 1,
+        "schedule": layout.pp > 1 and layout.schedule not in PLAIN,
         "accumulation": job.train.global_batch > _data_ranks(layout) * job.train.micro_batch,
         "zero": stages,
         "engine": layout.engine != "heptad",
@@ -75,6 +82,8 @@ def without(job: Job, axes: Sequence[str]) -> Job:
     if "attention" in axes:
         other = {"flash": "math", "math": "flash"}[job.model.attention]
         changes["model"] = job.model.model_copy(update={"attention": other})
+    if "pp" not in axes and job.layout.pp > 1 and ("schedule" in axes or _needs_several(job, axes)):
+        layout |= _plain(job)
     changes["layout"] = job.layout.model_copy(update=layout)
     return _whole_steps(job.model_copy(update=changes), axes)
 
@@ -85,11 +94,32 @@ _OFF: dict[str, dict[str, object]] = {
     "keep_gathered": {"keep_gathered": False},
     "sequence_parallel": {"sequence_parallel": False, "keep_gathered": False},
     "tp": {"tp": 1, "sequence_parallel": False, "keep_gathered": False},
+    "pp": {"pp": 1, "vpp": None, "schedule": "1f1b", "layers_per_stage": ()},
     "zero": {"zero": 0},
     "engine": {"engine": "heptad"},
     "prefetch": {"prefetch": 0},
 }
 """Options of [layout] that turn an axis off."""
+
+
+PLAIN = ("naive", "gpipe")
+"""Schedules of which every stage runs all forwards before, or each right before, its backwards."""
+
+
+def _needs_several(job: Job, axes: Sequence[str]) -> bool:
+    """Whether the job's schedule cannot do the one micro-batch that is left without accumulation."""
+    layout = job.layout
+    return "accumulation" in axes and any(schedule_problems(layout.schedule, layout.pp, layout.vpp, 1))
+
+
+def _plain(job: Job) -> dict[str, object]:
+    """gpipe on the stages of the job's schedule."""
+    layout = job.layout
+    stages = generate(layout.schedule, layout.pp, layout.vpp, microbatches_of(job)).num_stages
+    chunks, rest = divmod(stages, layout.pp)
+    if rest:  # a schedule of one's own
+        return {"schedule": "gpipe", "vpp": None, "layers_per_stage": ()}
+    return {"schedule": "gpipe", "vpp": chunks if chunks > 1 else None}
 
 
 def _whole_steps(job: Job, axes: Sequence[str]) -> Job:

@@ -34,12 +34,13 @@ from heptad.verify.reference import fingerprint
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here."""
+    """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here; of the
+    units that ran here, all of them without a pipeline."""
 
     result: StepResult
     grads: list[Piece]
     params: list[Piece]
-    outputs: list[list[float]]
+    outputs: list[dict[int, float]]
     transfers: list[Transfer]
 
 
@@ -69,7 +70,7 @@ class Watched(Trainer):
         self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool, sink: GradSink | None = None
     ) -> tuple[Tensor, Tape]:
         output, tape = self._forward(unit, inputs, batch, taped, sink)
-        self.outputs.setdefault(id(batch), {}).setdefault(unit, fingerprint(self._real(output, batch)))
+        self.outputs.setdefault(_first(batch), {}).setdefault(unit, fingerprint(self._real(output, batch)))
         return output, tape
 
     def _real(self, output: Tensor, batch: Batch) -> Tensor:
@@ -90,8 +91,13 @@ class Watched(Trainer):
         self.mesh.ledger.reset()
         result = self.step(step, batches, count_library=True)
         params = [shard.piece(shard.master.clone()) for shard in self.engine.shards]
-        outputs = [[marks[unit] for unit in sorted(marks)] for marks in self.outputs.values()]
+        outputs = [self.outputs.get(_first(batch), {}) for batch in batches]
         return RankStep(result, self.grads, params, outputs, self.mesh.ledger.transfers())
+
+
+def _first(batch: Batch) -> int:
+    """The global number of a batch's first token: the same batch on another device is still that batch."""
+    return int(batch.index.flatten()[0])
 
 
 def run_layout(

@@ -119,6 +119,8 @@ def job_line(job: Job) -> str:
     words = [f"zero {layout.zero}", f"dp_replicate {layout.dp_replicate}", f"dp_shard {layout.dp_shard}"]
     cut = ", ".join(name for name in ("sequence_parallel", "keep_gathered") if getattr(layout, name))
     words += [f"tp {layout.tp}" + (f" ({cut})" if cut else ""), f"engine {layout.engine}"]
+    if layout.pp > 1:
+        words.append(f"pp {layout.pp} ({layout.schedule}" + (f", vpp {layout.vpp})" if layout.vpp else ")"))
     words += [f"{train.global_batch // (ranks * train.micro_batch)} micro-batches", f"recompute {job.recompute.mode}"]
     words += [f"activations on {job.offload.activations}"] if job.offload.activations != "none" else []
     words += [f"{model.attention} attention"] if model.attention != "auto" else []

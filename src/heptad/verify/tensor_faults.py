@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from heptad.config.schema import Job
+from heptad.mesh.collectives import Group
 from heptad.models.attention import Attention
 from heptad.models.cut import Summed, cut
 from heptad.models.decoder import Block, Embed, Head
@@ -83,7 +84,9 @@ def _recomputed_dropout(job: Job) -> tuple[str, ...] | str:
 
 def _left_out(fault: Fault, trainer: Trainer) -> None:
     """The aimed gradient is not summed with the others that are only a part."""
-    for members, _, _ in engine_of(trainer)._parts:
+    for members, group, _ in engine_of(trainer)._parts:
+        if group.axis != "tp":
+            continue
         members[:] = [shard for shard in members if shard.spec.name != fault.param]
 
 
@@ -102,9 +105,9 @@ def _padded_logit(fault: Fault, trainer: Trainer) -> None:
 def _norm_counts_replicas(fault: Fault, trainer: Trainer) -> None:
     right = vars(step_module)["total_norm"]  # maybe wrong already: two faults
 
-    def repeated(shards: Any, p: float = 2.0) -> Tensor:
+    def repeated(shards: Any, p: float = 2.0, pipeline: Group | None = None) -> Tensor:
         with torch.no_grad():
-            found: Tensor = right([replace(shard, owner=True) for shard in shards], p)
+            found: Tensor = right([replace(shard, owner=True) for shard in shards], p, pipeline)
             return found
 
     setattr(step_module, "total_norm", repeated)  # noqa: B010
