@@ -257,7 +257,10 @@ def test_legal_jobs_pass(sets: list[str]) -> None:
         ("layout.layers_per_stage", "[2, 2, 2, 2]", [
             "layout.pp=2", "layout.schedule=zbv", "layout.layers_per_stage=[4, 4]"]),
         ("layout.engine", 'engine = "heptad"', ["layout.engine=fsdp2", "layout.pp=2"]),
-        ("layout.schedule", 'schedule = "1f1b"', ["layout.pp=2", "layout.schedule=pipedream"]),
+        ("layout.zero", "zero = 1", ["layout.pp=2", "layout.schedule=pipedream"]),
+        ("layout.zero", 'schedule = "1f1b"', ["layout.pp=2", "layout.schedule=pipedream", "layout.zero=2"]),
+        ("optimizer.clip_norm", 'clip_norm = "none"', ["layout.pp=2", "layout.schedule=pipedream"]),
+        ("model.tied", "tied = false", ["layout.pp=2", "layout.schedule=pipedream", "model.tied=true"]),
     ],
 )  # fmt: skip
 def test_each_rule_names_the_nearest_legal_values(field: str, fix: str, sets: list[str]) -> None:

@@ -15,7 +15,9 @@ are equal, phase by phase:
 | norm | sum of squares over the ranks between which parameters are cut, then over the pipeline | 8 (one fp64) |
 | update | Muon assembles matrices that are cut: `optim/cost.py` | padded matrices |
 
-A step that is skipped sends no "update" (and a non-finite one an extra "check"): neither is predicted.
+A step that is skipped sends no "update" (and a non-finite one an extra "check"): neither is predicted. An asynchronous
+pipeline (PipeDream) updates M times a step: "shared" of tensor ranks, "norm" but over the pipeline, and "update" come
+once an update, and "count" is M integers; micro-batches without a target, which update nothing, are not predicted.
 """
 
 from __future__ import annotations
@@ -74,11 +76,12 @@ def step_traffic(
         return found + cost.fsdp2_traffic(units, specs, shards, replicas, microbatches, *sizes)
     stages = stages_of(job, units)
     held = _Held.of(job, units, specs, stages, place, device_type)
-    found = once_a_step(layout) + held.norm()
+    updates = stages.schedule.num_microbatches if stages is not None and stages.schedule.asynchronous else 1
+    found = once_a_step(layout, updates) + held.norm(updates)
     runs = (microbatches,) * len(units) if stages is None else pipeline.unit_runs(stages, place)
     stream = _stream(job, dtypes)
     found += tensor.traffic(units, specs, stream, runs, recompute)
-    found += cost.parts_traffic(held.buckets, held.cuts[0], shards[1], layout.degree("tp"), reduce_bytes)
+    found += updates * cost.parts_traffic(held.buckets, held.cuts[0], shards[1], layout.degree("tp"), reduce_bytes)
     replicas = cost.axis_sizes(layout, replica_axes(zero))
     widths = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
     uses = unit_uses(units, held.buckets, specs, held.share)
@@ -91,7 +94,7 @@ def step_traffic(
         found += pipeline.messages(stages, place, units, specs, sent)
         copies = {ranks: part_width(held.buckets, held.share.shared(ranks), shards[1]) for ranks in held.share.groups()}
         found += pipeline.copies_traffic(held.share, copies, reduce_bytes)
-    return found + held.muon(shards[1], BYTES_PER_ELEMENT[dtypes.master])
+    return found + updates * held.muon(shards[1], BYTES_PER_ELEMENT[dtypes.master])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +128,11 @@ class _Held:
     def _holders(self) -> tuple[str, int]:
         return cost.axis_sizes(Layout.of(self.job.layout), holder_axes(self.job.layout.zero))
 
-    def norm(self) -> list[Transfer]:
-        """Over the ranks between which this rank's parameters are cut, if it trains any, then over the pipeline."""
+    def norm(self, updates: int) -> list[Transfer]:
+        """Over the ranks between which this rank's parameters are cut, if it trains any, each update; then over the
+        pipeline."""
         trains, pp = any(bucket.trainable for bucket in self.buckets), self.job.layout.pp
-        found = norm_traffic(*self._holders) if trains and self._holders[1] > 1 else []
+        found = updates * norm_traffic(*self._holders) if trains and self._holders[1] > 1 else []
         return found + (norm_traffic("pp", pp) if pp > 1 else [])
 
     def muon(self, num_shards: int, master_bytes: int) -> list[Transfer]:
@@ -168,12 +172,12 @@ def _stream(job: Job, dtypes: Dtypes) -> tensor.Sizes:
     )
 
 
-def once_a_step(layout: Layout) -> list[Transfer]:
-    """The all-reduces of the count of targets and of the loss. Over all ranks: of those that read the same tokens one
+def once_a_step(layout: Layout, counts: int = 1) -> list[Transfer]:
+    """The all-reduces of the counts of targets and of the loss. Over all ranks: of those that read the same tokens one
     counts, but each must know.
     """
     axis, num_ranks = cost.axis_sizes(layout, LOSS_AXES)
     if num_ranks == 1:
         return []
-    sizes = (("count", COUNT_BYTES), ("loss", LOSS_BYTES))
+    sizes = (("count", counts * COUNT_BYTES), ("loss", LOSS_BYTES))
     return [Transfer("all_reduce", axis, phase, sent_bytes("all_reduce", size, num_ranks)) for phase, size in sizes]

@@ -36,10 +36,6 @@ def problems(job: Job) -> Iterator[Problem]:
             key = field.split(".")[1]
             fix = f"leave {key} out" if built == (None,) else f"{key} = {' or '.join(map(_shown, built))}"
             yield Problem(field, value, f"not built yet: it arrives with {arrives}", fix)
-    if job.layout.pp > 1 and job.layout.schedule == "pipedream":
-        rule = "its runtime, which keeps versions of the weights, is not built yet; without it a step has one version"
-        fix = 'schedule = "1f1b" (the same order, with a flush); heptad timeline --schedule pipedream draws it'
-        yield Problem("layout.schedule", "pipedream", rule, fix)
 
 
 def _shown(value: object) -> str:

@@ -67,10 +67,10 @@ class StageUpdates:
 
     def update(self, microbatch: int) -> None:
         """V: the stage's gradient is that of `microbatch`, reduced over the data ranks."""
+        self.engine.begin_step()
         self.engine.finish_grads()
         if self._targets()[microbatch]:
             self._update()
-        self.engine.begin_step()
 
     def _update(self) -> None:
         trains = any(shard.spec.trainable for shard in self.engine.shards)

@@ -11,6 +11,7 @@ import torch
 from tests.tiny import GPT, floor_of, tiny_batches, tiny_job, worst_error
 from torch import Tensor
 
+from heptad.account.traffic import step_traffic
 from heptad.axes.data.versions import Versions
 from heptad.axes.pipeline.generate import generate
 from heptad.axes.pipeline.generators.pipedream import versions
@@ -23,6 +24,7 @@ from heptad.schedule.action import Action, Kind, Program, UnitUse
 from heptad.schedule.check import ScheduleError, check
 from heptad.schedule.expand import Stages, expand
 from heptad.schedule.lower import DataRule, lower
+from heptad.trace import total
 from heptad.train.step import StepResult, Trainer
 from heptad.verify.stale import StaleReference, StaleStep
 
@@ -70,8 +72,11 @@ def job_of(name: str) -> Job:
 
 def updates_of(job: Job) -> int:
     """Micro-batches of a step that have a target: one data rank's first has none."""
-    ranks = job.layout.dp_replicate * job.layout.dp_shard
-    return job.train.global_batch // ranks - (ranks == 1)
+    return job.train.global_batch // data_ranks(job) - (data_ranks(job) == 1)
+
+
+def data_ranks(job: Job) -> int:
+    return job.layout.dp_replicate * job.layout.dp_shard
 
 
 def train(rank: int, job: Job, broken: str = "") -> list[tuple[StepResult, list[Held], Held, int]]:
@@ -107,7 +112,12 @@ def train(rank: int, job: Job, broken: str = "") -> list[tuple[StepResult, list[
         batches = tiny_batches(job, layout.data_rank(rank), layout.data_ranks, step)
         if broken == "no targets":
             batches = [replace(batch, labels=torch.full_like(batch.labels, IGNORED)) for batch in batches]
+        trainer.mesh.ledger.reset()
         result = trainer.step(step, batches)
+        if updates_of(job) * data_ranks(job) == job.train.global_batch and not broken:
+            model, place = trainer.parallel.model, layout.coords(rank)["pp"]
+            sent = step_traffic(job, model.unit_specs, model.specs, trainer.parallel.recompute, place=place)
+            assert total(sent) == total(trainer.mesh.ledger.transfers())
         assert trainer.optimizer.updates == (0 if broken == "no targets" else step * updates_of(job))
         masters = [(s.spec.name, s.start, s.stop, s.master.clone()) for s in engine.shards if s.spec.trainable]
         done.append((result, list(grads), masters, max(alive, default=1)))
@@ -121,7 +131,7 @@ def reference(job: Job) -> list[StaleStep]:
     stages = stages_of(job, model.unit_specs)
     assert stages is not None
     stale = StaleReference(job, model, stages.units)
-    ranks = job.layout.dp_replicate * job.layout.dp_shard
+    ranks = data_ranks(job)
     done = []
     for step in range(1, STEPS + 1):
         of_ranks = [tiny_batches(job, rank, ranks, step) for rank in range(ranks)]

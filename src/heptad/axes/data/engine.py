@@ -116,7 +116,7 @@ class DataEngine:
         return nullcontext()
 
     def begin_step(self) -> None:
-        """Before the first action of a step that trains; inside an asynchronous one, after each update."""
+        """Before the first action of a step that trains; inside an asynchronous one, before each update."""
         self._summed = False
         for bucket in self.buckets:
             bucket.begin_step()
