@@ -176,6 +176,7 @@ def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) 
         ["layout.pp=2"],
         ["layout.pp=8", "layout.dp_shard=2", "layout.tp=2", "layout.zero=3"],
         ["layout.pp=2", "layout.layers_per_stage=[3, 5]"],
+        ["layout.pp=2", "layout.schedule=pipedream", "layout.zero=1", "optimizer.clip_norm=none"],
         ["layout.pp=2", "layout.vpp=3", "layout.schedule=gpipe", "layout.layers_per_stage=[1, 1, 1, 1, 1, 3]"],
         ["layout.pp=4", "layout.schedule=zbv", "layout.layers_per_stage=[1, 1, 1, 1, 1, 1, 1, 1]"],
         ["layout.pp=2", "model.frozen=['embed.*', 'blocks.[0-3].*']"],

@@ -22,7 +22,7 @@ def test_a_pipeline_has_a_line_with_its_stages_and_idle_time() -> None:
     assert line == "pipeline          1f1b, 4 stages of 8, 8, 7, 7 blocks, idle 28.6% of the time by its costs"
     shown = summary(job, derived(job), line)
     assert "ranks             4 = pp 4\n" in shown and f"\n{line}\n[model]" in shown
-    equal = resolve(load("debug", ["layout.pp=4", "model.layers=32", "model.vocab=1", "train.global_batch=5"]))
+    equal = resolve(load("debug", ["layout.pp=4", "model.layers=32", "model.vocab=2", "train.global_batch=5"]))
     assert "8, 8, 8, 8 blocks, idle 37.5% of" in str(pipeline_line(equal))  # (P - 1) / (M + P - 1)
     assert pipeline_line(resolve(load("debug", []))) is None
 

@@ -80,6 +80,8 @@ def shrink_microbatches(job: Job, before: int) -> int:
     ranks = job.layout.pp
     if job.layout.schedule.startswith(FILE):
         return before
-    most = min(before, 2 * ranks + (before % ranks > 0 or job.layout.schedule in ("1f1b", "gpipe", "naive")))
+    most = min(
+        before, 2 * ranks + (before % ranks > 0 or job.layout.schedule in ("1f1b", "gpipe", "naive", "pipedream"))
+    )
     fewer = legal_microbatches(job, most, -1)
     return before if fewer is None else fewer
