@@ -66,7 +66,7 @@ def _moves_elsewhere(
     program: Program, uses: tuple[UnitUse, ...], job: Job, recompute: Segments, stages: Stages | None
 ) -> Program:
     """Of a pipeline, where nothing moves on one rank: what other ranks move (a last stage has no time to)."""
-    if stages is None or any(action.kind is Kind.OUT for action in program):
+    if stages is None or any(action.kind is Kind.OUT and action.index > 0 for action in program):
         return ()
     rule, found = data_rule(job.layout), list[Action]()
     for place in range(stages.schedule.num_ranks):

@@ -1,4 +1,4 @@
-"""The axis contract of the pipeline axis: loss, every gradient, norm, parameters after SGD, and traffic of every rank."""
+"""The axis contract of the pipeline axis: loss, every gradient, norm, parameters after SGD, traffic of every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dualpipe x tp, cut stream": (TIED, dict(pp=2, schedule="dualpipe", tp=2, sequence_parallel=True, zero=2)),
     "dualpipev": (TIED | SIX, dict(pp=2, schedule="dualpipev", zero=2, dp_shard=2, global_batch=10)),
     "dualpipev of 3": (SIX, dict(pp=3, schedule="dualpipev", zero=0, global_batch=6)),
-    "explicit stages": (SIX, dict(pp=2, zero=3, dp_shard=2, layers_per_stage=(1, 5))),
+    "explicit stages": (SIX, dict(pp=2, zero=3, dp_shard=2, layers_per_stage=(5, 1))),
     "shared buckets, two ahead": (TIED | SIX, dict(pp=2, zero=3, dp_shard=2, bucket_mb=0.01, prefetch=2)),
     "frozen embedding": (dict(frozen=("embed.*",)), dict(pp=2, zero=3, dp_shard=2)),
     "frozen first stage": (
@@ -85,6 +85,7 @@ RECOMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "some blocks": ("1f1b of 4, stage 1", dict(recompute=dict(mode="full", layers=(1, 2, 5)))),
     "frozen below": ("frozen first stage", dict(recompute=dict(mode="full", layers=(3, 4)))),
     "offload": ("gpipe, 2 chunks", dict(offload=dict(activations="cpu"))),
+    "offload, nothing moves on the last rank": ("explicit stages", dict(offload=dict(activations="cpu"))),
     "offload, recompute": (
         "zbh1, 2 chunks",
         dict(offload=dict(activations="cpu"), recompute=dict(mode="full", segment=2)),
