@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")  # as pyproject.toml: ranks are forked
-TESTED = {"collectives.py", "custom_model.py", "data.py", "tensor.py"}
+TESTED = {"collectives.py", "custom_model.py", "data.py", "pipeline.py", "tensor.py"}
 
 
 def _run(script: str, *arguments: str) -> str:
@@ -23,7 +23,7 @@ def _run(script: str, *arguments: str) -> str:
 def test_every_example_is_tested_and_short() -> None:
     found = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
     assert set(found) == TESTED
-    assert max(found.values()) <= 120 and max(found["data.py"], found["tensor.py"]) <= 80
+    assert max(found.values()) <= 120 and max(found[name] for name in ("data.py", "pipeline.py", "tensor.py")) <= 80
 
 
 def test_collectives_prints_formula_ledger_and_wire() -> None:
@@ -68,6 +68,23 @@ def test_tensor_shows_what_each_rank_holds_and_sends() -> None:
     sent = [re.findall(r"sends +(\d+) × (\w+) tp \(backward\)", part) for part in (cut, kept)]
     assert sent[0] == [("20", "all_gather"), ("10", "reduce_scatter")]
     assert sent[1] == [("10", "all_gather"), ("10", "reduce_scatter")]
+
+
+def test_pipeline_shows_each_rank_and_one_loss_under_every_schedule() -> None:
+    out = _run("pipeline.py", "--ranks", "2", "--micro-batches", "4")
+    one, *schedules = out.strip().split("\n\n")
+    assert [part.split("\n")[0] for part in schedules] == ["gpipe", "1f1b", "interleaved", "zbv", "dualpipe"]
+    assert len(set(re.findall(r"loss (\S+)", out))) == 1 and "sends" not in one
+    whole, *each = (
+        [int(n.replace(",", "")) for n in re.findall(r"holds ([\d,]+) parameters", part)] for part in (one, *schedules)
+    )
+    assert [sum(held) for held in each] == [whole[0]] * 4 + [2 * whole[0]]  # DualPipe holds each stage twice
+    lines = {part.split("\n")[0]: re.findall(r"^    (\dF.+)$", part, re.MULTILINE) for part in schedules}
+    assert lines["1f1b"] == ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
+    assert "&" in lines["dualpipe"][0] and all(len(found) == 2 for found in lines.values())
+    messages = [[int(n) for n in re.findall(r"sends +(\d+) × send ", part)] for part in schedules]
+    assert list(map(sum, messages)) == [8, 8, 24, 16, 8]  # M boundaries crossed, up and down; V cuts 2V - 1 times
+    assert [part.count("× all_reduce (shared)") for part in schedules] == [0, 0, 0, 0, 2]
 
 
 def test_a_custom_model_trains_on_two_ranks(tmp_path: Path) -> None:
