@@ -17,7 +17,7 @@ from benchmarks.torchpp import SCHEDULES, PipelinePeer
 from heptad.config.schema import Job
 from heptad.train.step import Trainer
 
-SIZE = Size(layers=8, width=128, heads=4, mlp_width=344, vocab=1024, seq_len=64, sequences=2, microbatches=8)
+SIZE = Size(layers=8, width=256, heads=4, mlp_width=688, vocab=2048, seq_len=64, sequences=2, microbatches=8)
 
 
 def piped(size: Size, ranks: int, schedule: str) -> Job:

@@ -185,7 +185,6 @@ class Pipeline:
         """One step, all ranks starting together."""
         dist.barrier()
         events: list[Event] = []
-        origin = time.perf_counter()
         self.executor.run(self.program, self.batches, update=lambda _: None, record=events)
         kinds = [action.kind for action in self.program]
         work = [at for at, kind in enumerate(kinds) if kind in COMPUTE]
@@ -194,7 +193,7 @@ class Pipeline:
         for at in work:
             computed[kinds[at].value].append(seconds[at])
         waited = sum(seconds[at] for at in range(work[0], work[-1]) if kinds[at] in _WAITS)
-        return Run(origin + events[work[0]].start_s, origin + events[work[-1]].end_s, dict(computed), waited)
+        return Run(events[work[0]].start_s, events[work[-1]].end_s, dict(computed), waited)
 
 
 def _runs(rank: int, every: Sequence[Waits], rounds: int) -> list[list[Run]]:

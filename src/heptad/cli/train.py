@@ -19,7 +19,10 @@ def train(
     json: Json = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Print what a step sent: axis, op, phase, bytes.")] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Write a timeline of measured steps (SVG, Chrome trace).")
+        bool,
+        typer.Option(
+            "--trace", help="Write the timeline of a measured step (SVG, Chrome trace); a pipeline always does."
+        ),
     ] = False,
 ) -> None:
     """Train a job. Starts its local ranks itself; under torchrun it is one rank."""

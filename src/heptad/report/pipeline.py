@@ -71,7 +71,7 @@ class Box:
 @dataclass(frozen=True)
 class Panel:
     """One schedule. `events`: stage actions, those of lanes other than "compute" and updates are left out; `chunks`: V,
-    one live activation being 1/V of a rank's."""
+    one live activation being 1/V of a rank's; `idle_shares`: by rank, where boxes are not busy all through."""
 
     title: str
     note: str
@@ -80,6 +80,7 @@ class Panel:
     chunks: int = 1
     end_s: float = 0.0
     """The step's end, where the events may not hold its last action."""
+    idle_shares: tuple[float, ...] = ()
 
     @property
     def drawn(self) -> range:
@@ -124,6 +125,8 @@ class Panel:
 
     def idle(self, rank: int) -> float:
         """Share of the span that `rank` does not compute."""
+        if self.idle_shares:
+            return self.idle_shares[rank]
         return 1 - sum(box.end_s - box.start_s for box in self.rows[rank]) / self.span_s
 
     def first_stage(self, rank: int) -> int:

@@ -88,7 +88,7 @@ class Executor:
     """Runs programs of `model` on one rank.
 
     recompute: units whose forward keeps no graph (a C in the program makes it), in segments. ledger: told the phase of
-    each action, for collectives inside of it. record: gets an `Event` an action.
+    each action, for collectives inside of it. record: gets an `Event` an action, on `time.perf_counter`.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class Executor:
         self.mover, self.transport = mover, transport
         self.ledger = Ledger() if ledger is None else ledger
         self.phase = "forward"  # of the action under way
+        self._phases: tuple[Program, tuple[str, ...]] = (), ()  # of the program that ran last
         self.backward_from = backward_from  # first unit that has a backward
         self.segments = {unit: segment for segment in self._with_backward(recompute) for unit in segment}
         self._tapped = [tapped_modules(unit) for unit in model.units]
@@ -137,8 +138,9 @@ class Executor:
         the sum of losses (no backward then).
         """
         step = _Step(self, program, batches, scale, logits, outputs_ready)
-        origin = time.perf_counter()
-        for action, self.phase in zip(program, phases(program), strict=True):
+        if self._phases[0] is not program:
+            self._phases = program, phases(program)
+        for action, self.phase in zip(program, self._phases[1], strict=True):
             start = time.perf_counter()
             self.ledger.phase = self.phase
             if action.kind in COMPUTE:
@@ -161,7 +163,7 @@ class Executor:
                 lane = "move" if action.kind in MOVES else "comm"
                 lane = "compute" if action.kind in _COMPUTES else lane
                 end = time.perf_counter()
-                record.append(Event(self.rank, lane, str(action), start - origin, end - origin))
+                record.append(Event(self.rank, lane, str(action), start, end))
         assert not step.runs and not step.grads, "a program left work undone"
         return step.outputs
 

@@ -50,6 +50,8 @@ from heptad.train.tracing import write_trace
 
 PREPARE_TIMEOUT_S = 7200.0
 PROMPT_TOKENS = 16
+WARM_STEPS = 10
+"""The step that is traced: allocators and caches are warm."""
 TEMPERATURE = 0.8
 
 
@@ -158,7 +160,8 @@ class _Loop:
 
     def _step(self, step: int) -> StepResult:
         chosen = step == min(self.start + 2, self.last_step)
-        events: list[Event] | None = [] if self.trace and chosen else None
+        traced = self.traces and step == min(self.start + WARM_STEPS, self.last_step)
+        events: list[Event] | None = [] if traced else None
         if self.ledger and chosen:
             self.trainer.mesh.ledger.reset()
         self.diary.reached(step)
@@ -169,7 +172,8 @@ class _Loop:
             self.transfers = tuple(self.trainer.mesh.ledger.transfers())
             self.predicted = _predicted(self.trainer)
         if events is not None:
-            write_trace(self.folder.path / "trace", events, step, self.world)
+            stages, pipeline = self.trainer.parallel.stages, self.trainer.pipeline.ranks
+            write_trace(self.folder.path / "trace", events, step, self.world, stages, pipeline)
         self.counts = Counts(step, self.meter.tokens, self.meter.targets)
         warning = past_end(self.job.optimizer, step, self.job.train.steps)
         if warning is not None:
@@ -179,6 +183,15 @@ class _Loop:
         if self._due(self.job.log.every, step) or step == self.last_step or result.stop or result.skipped:
             self._log(result)
         return result
+
+    @property
+    def traces(self) -> bool:
+        """A pipeline's times are always shown: one step that records its actions costs nothing worth leaving out."""
+        return self.trace or self.trainer.parallel.stages is not None
+
+    def _pictures(self) -> tuple[str, ...]:
+        names = ("loss.svg", "trace/pipeline.svg", "trace/timeline.svg")
+        return tuple(str(path) for name in names if (path := self.folder.path / name).exists())
 
     def _log(self, result: StepResult) -> None:
         figures = {
@@ -247,6 +260,7 @@ class _Loop:
             resume_with=_how_to_resume(self.folder, self.saved_step) if stopped else None,
             transfers=self.transfers,
             predicted=self.predicted,
+            pictures=self._pictures() if self.world.index == 0 else (),
         )
 
     def _sample(self) -> str:

@@ -14,7 +14,7 @@ class Outcome:
 
     tokens_per_s: tokens of the global batches over the time inside steps, the first step of this start left out.
     transfers, predicted: what one step sent and what the formulas say (with `ledger`; None for an engine without any).
-    resume_with: how to go on after a stop, else None.
+    resume_with: how to go on after a stop, else None. pictures: their files (rank 0's outcome only).
     """
 
     run_dir: str
@@ -30,6 +30,7 @@ class Outcome:
     resume_with: str | None
     transfers: tuple[Transfer, ...] = ()
     predicted: tuple[Transfer, ...] | None = None
+    pictures: tuple[str, ...] = ()
 
     def json(self) -> str:
         """One object on one line."""
@@ -52,6 +53,7 @@ class Outcome:
         if self.sample:
             lines += ["sample:", *(f"    {line}" for line in self.sample.splitlines())]
         lines.append(f"run folder       {self.run_dir}")
+        lines += [f"{'pictures' if number == 0 else '':<17}{path}" for number, path in enumerate(self.pictures)]
         if self.resume_with is not None:
             lines.append(self.resume_with)
         return "\n".join(lines)
