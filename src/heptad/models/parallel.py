@@ -48,12 +48,12 @@ class Columns:
                 write_linear(linear, full, dy, sink)
 
     def input_grad(self, dys: Dys) -> Tensor:
-        """Σ dYᵢ Wᵢ: [..., D], a new tensor."""
+        """Σ dYᵢ Wᵢ: [..., D], a new tensor. Each product is rounded and the last comes first, as autograd adds them."""
         total: Tensor | None = None
-        for linear, dy in zip(self.linears, dys, strict=True):
+        for linear, dy in zip(reversed(self.linears), reversed(dys), strict=True):
             assert dy is not None
-            rows = dy.reshape(-1, dy.shape[-1])
-            total = rows @ linear.weight if total is None else total.addmm_(rows, linear.weight)
+            product = dy.reshape(-1, dy.shape[-1]) @ linear.weight
+            total = product if total is None else total.add_(product)
         assert total is not None and dys[0] is not None
         return total.view(*dys[0].shape[:-1], -1)
 
