@@ -1,6 +1,6 @@
 """`make bench`: measure every line of the table on this machine and write docs/benchmarks.md.
 
-    python -m benchmarks.run                  all lines (under 20 minutes on 2 cores); writes docs/benchmarks.md
+    python -m benchmarks.run                  all lines (under 25 minutes on 2 cores); writes docs/benchmarks.md
     python -m benchmarks.run --only stage3    one line, printed, nothing written; may be given more than once
     python -m benchmarks.run --quick          fewer repetitions: does it run, not how fast it is; nothing written
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from benchmarks.lines import Effort, Row
 
-from benchmarks import lines, link, netbox, overlap, tensor
+from benchmarks import lines, link, netbox, overlap, pipeline, tensor, waits
 
 LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "stage0": lines.stage0,
@@ -35,6 +35,9 @@ LINES: dict[str, Callable[[Effort], list[Row]]] = {
     "tensor-overlap": overlap.hidden,
     "tensor-memory": tensor.memory,
     "loss-memory": tensor.loss_memory,
+    "pipeline": pipeline.against_torch,
+    "pipeline-idle": waits.idle_time,
+    "pipeline-overlap": waits.overlap,
     "whole-step": lines.whole_step,
     "compile": lines.compilation,
     "executor": lines.executor,
@@ -58,7 +61,7 @@ HEADER = """# Benchmarks
 Written by `make bench` (`benchmarks/run.py`). Contenders run inside the same processes in short turns (A B B A …); a
 figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
 (`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
-(`benchmarks/peers.py`, `benchmarks/dtensor.py`). Smaller is better everywhere. Heptad runs with its defaults but for
+(`benchmarks/peers.py`, `dtensor.py`, `torchpp.py`). Smaller is better everywhere. Heptad runs with its defaults but for
 `bucket_mb`: 5 against DDP, 0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen
 while looking at results.
 Every process keeps the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit too.

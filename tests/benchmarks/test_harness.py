@@ -15,7 +15,7 @@ from benchmarks.peers import Contender, Ours, Size, check, ddp, fsdp2, job_of, p
 from benchmarks.ranks import launch
 from torch.distributed.tensor import DTensor
 
-from benchmarks import loss, netbox, run, tensor
+from benchmarks import loss, netbox, pipeline, run, tensor, waits
 from heptad.mesh.collectives import Work
 
 TINY = Size(layers=2, width=12, heads=2, mlp_width=23, vocab=37, seq_len=7)
@@ -104,6 +104,38 @@ def test_waiting_is_timed_and_work_is_as_before() -> None:
     with tensor.waiting() as waited:
         Work(finish=lambda: time.sleep(0.01)).wait()
     assert waited.seconds >= 0.01 and Work.wait is wait
+
+
+STAGED = Size(layers=4, width=12, heads=2, mlp_width=22, vocab=38, seq_len=6, sequences=2, microbatches=4)
+
+
+def _pipelines_alike(rank: int, schedule: str) -> None:
+    check(pipeline.Against(schedule)(rank, STAGED))
+
+
+@pytest.mark.parametrize("schedule", list(pipeline.SCHEDULES))
+def test_heptad_and_torch_train_the_same_model_under_one_schedule(schedule: str) -> None:
+    launch(2, _pipelines_alike, schedule)
+
+
+@pytest.mark.parametrize("schedule", waits.SCHEDULES)
+def test_waits_run_every_schedule_and_wait_as_long_as_they_say(schedule: str) -> None:
+    every = [waits.Waits(schedule, 2, 4, 0.002, 0.003, 0.001)]
+    (seen,) = waits.measured(every, rounds=1)
+    expected = every[0].simulated()
+    assert seen.span_s >= expected.makespan and 0 < seen.idle + seen.own < 1
+    least = {"F": 0.002, "B": 0.004, "I": 0.003, "W": 0.001}
+    assert all(mean >= least[kind] for kind, mean in seen.means.items())
+    slower = every[0].simulated_as({letter: 2 * seconds for letter, seconds in seen.means.items()}, 0.0)
+    assert slower.makespan > expected.makespan
+
+
+def test_without_work_between_them_messages_are_what_a_serial_step_does_not_hide() -> None:
+    run = waits.Run(0.0, 4.0, {"F": [1.0, 1.0]}, 2.0)
+    other = waits.Run(1.5, 3.5, {"F": [1.5]}, 0.25)
+    seen = waits.Seen.of([run, other])
+    assert seen.span_s == 4.0 and seen.idle == (2.0 + 2.0 + 0.25) / 8 and seen.own == pytest.approx(0.25 / 8)
+    assert seen.means == {"F": 3.5 / 3} and seen.unhidden_s(2) == pytest.approx(0.5)
 
 
 def _unlike(rank: int) -> None:

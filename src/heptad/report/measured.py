@@ -58,16 +58,20 @@ def measured_and_simulated(events: Sequence[Event], stages: Stages, ranks: Seque
     chunks = max(1, len(stages.units) // len(ranks))
     above = Panel(
         f"Measured: {stages.schedule.name}, {len(ranks)} ranks, {stages.schedule.num_microbatches} micro-batches",
-        f"idle {fmean(idle):.1%} of {span * MS:.3g} ms: no unit computes",
+        f"idle {fmean(idle):.1%} of {_shown(span)}: no unit computes",
         boxes,
         len(ranks),
         chunks,
         idle_shares=idle,
     )
-    note = f"idle {run.idle_fraction:.1%} of {run.makespan * MS:.3g} ms, messages of {message_s * MS:.2g} ms"
+    note = f"idle {run.idle_fraction:.1%} of {_shown(run.makespan)}, messages of {_shown(message_s)}"
     below = Panel.simulated(run, "Simulated with the measured mean times of each stage", note)
     below = replace(below, events=[_in_ms(event) for event in below.events], end_s=below.end_s * MS)
     return pipeline_svg([above, below], title, unit="ms since the first stage action")
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * MS:,.0f} ms" if seconds >= 0.1 else f"{seconds * MS:.3g} ms"
 
 
 def _in_ms(event: Event, first_s: float = 0.0) -> Event:

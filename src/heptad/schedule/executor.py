@@ -140,9 +140,9 @@ class Executor:
         step = _Step(self, program, batches, scale, logits, outputs_ready)
         if self._phases[0] is not program:
             self._phases = program, phases(program)
-        for action, self.phase in zip(program, self._phases[1], strict=True):
+        for action, phase in zip(program, self._phases[1], strict=True):
             start = time.perf_counter()
-            self.ledger.phase = self.phase
+            self.phase = self.ledger.phase = phase
             if action.kind in COMPUTE:
                 step.compute(action)
             elif action.kind is Kind.UPDATE:

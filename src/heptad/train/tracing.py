@@ -44,7 +44,7 @@ def write_trace(
         (folder / "trace.json").write_text(chrome_trace(every), encoding="utf-8")
         if stages is not None:
             others = f" (of {world.size})" if world.size > len(pipeline) else ""
-            title = f"Step {step}: ranks {', '.join(map(str, pipeline))}{others}"
+            title = f"Step {step}: the pipeline of ranks {', '.join(map(str, pipeline))}{others}"
             picture = measured_and_simulated(every, stages, pipeline, title)
             (folder / "pipeline.svg").write_text(picture, encoding="utf-8")
         for part in parts:
