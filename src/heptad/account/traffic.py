@@ -17,7 +17,7 @@ are equal, phase by phase:
 
 A step that is skipped sends no "update" (and a non-finite one an extra "check"): neither is predicted. An asynchronous
 pipeline (PipeDream) updates M times a step: "shared" of tensor ranks, "norm" but over the pipeline, and "update" come
-once an update, and "count" is M integers; micro-batches without a target, which update nothing, are not predicted.
+once an update, and "count" is M integers; a micro-batch without a target, which updates nothing, sends no "update".
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ def step_traffic(
     recompute: Segments = (),
     device_type: str = "cpu",
     place: int = 0,
+    without_target: int = 0,
 ) -> list[Transfer]:
     """Every transfer of one rank in one applied step of a resolved job.
 
     units, specs: of the whole model. recompute: what runs forward again. place: the rank's along the pipeline, on which
-    what it sends depends; along the other axes all ranks send as much.
+    what it sends depends; along the other axes all ranks send as much. without_target: micro-batches, over all data
+    ranks, that have no target (only of an asynchronous pipeline does it matter).
     """
     layout, zero = Layout.of(job.layout), job.layout.zero
     shards = cost.axis_sizes(layout, shard_axes(zero))
@@ -94,7 +96,7 @@ def step_traffic(
         found += pipeline.messages(stages, place, units, specs, sent)
         copies = {ranks: part_width(held.buckets, held.share.shared(ranks), shards[1]) for ranks in held.share.groups()}
         found += pipeline.copies_traffic(held.share, copies, reduce_bytes)
-    return found + updates * held.muon(shards[1], BYTES_PER_ELEMENT[dtypes.master])
+    return found + (updates - without_target) * held.muon(shards[1], BYTES_PER_ELEMENT[dtypes.master])
 
 
 @dataclass(frozen=True, slots=True)

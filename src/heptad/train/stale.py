@@ -69,15 +69,16 @@ class StageUpdates:
         """V: the stage's gradient is that of `microbatch`, reduced over the data ranks."""
         self.engine.begin_step()
         self.engine.finish_grads()
-        if self._targets()[microbatch]:
-            self._update()
-
-    def _update(self) -> None:
         trains = any(shard.spec.trainable for shard in self.engine.shards)
-        norm = host_value(total_norm(self.engine.shards), expected=0.0) if trains else 0.0
-        self._squares += norm * norm
+        self._norm = host_value(total_norm(self.engine.shards), expected=0.0) if trains else 0.0
+        if self._targets()[microbatch]:
+            self.apply()
+
+    def apply(self) -> None:
+        """The update from the gradient that is there."""
+        self._squares += self._norm * self._norm
         self._num_updates += 1
-        if math.isfinite(norm):
+        if math.isfinite(self._norm):
             self.optimizer.step(self.step)
             self.engine.refresh()
         else:

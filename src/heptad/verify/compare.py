@@ -25,17 +25,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from heptad.account.traffic import step_traffic
-from heptad.axes.program import recomputed, stages_of
+from heptad.axes.program import microbatches_of, recomputed, stages_of
 from heptad.config.schema import Job
 from heptad.mesh.piece import Piece
 from heptad.trace import total
 from heptad.verify.ranks import RankReport, pieces_of
 from heptad.verify.reference import Figures, Reference
+from heptad.verify.stale import stack
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BF16_ROUNDING = 2.0**-8
@@ -91,8 +93,8 @@ def compare(job: Job, reference: Reference, reports: Sequence[RankReport], steps
     errors: dict[str, float] = {}
     losses, loss_error, norm_error, ratio = [], 0.0, 0.0, None
     for step in range(1, steps + 1):
-        judge = Judge(step, reference, reference.compute(step))
-        grads, split = assemble(pieces_of(reports, step, "grads"))
+        grads, split, updates = _gradients(reports, step)
+        judge = Judge(step, reference, reference.follow(step, updates))
         judge.outputs(reports)
         loss_error = max(loss_error, judge.loss(reports))
         judge.gradients(grads)
@@ -112,22 +114,45 @@ def compare(job: Job, reference: Reference, reports: Sequence[RankReport], steps
     return Comparison(found, errors, loss_error, norm_error, predicted, counted, matches, losses, ratio)
 
 
+def _gradients(
+    reports: Sequence[RankReport], step: int
+) -> tuple[dict[str, Tensor], list[str], list[dict[str, Tensor]]]:
+    """The step's gradients, names whose replicas differ, and the gradients of each update inside the step, if any: then
+    those of the step are all of these (`stale.py`)."""
+    numbers = {len(report.steps[step - 1].updates) for report in reports}
+    assert len(numbers) == 1, "some stage was updated more often than another"
+    number = numbers.pop()
+    if not number:
+        return *assemble(pieces_of(reports, step, "grads")), []
+    each = [assemble([report.steps[step - 1].updates[at] for report in reports]) for at in range(number)]
+    updates = [grads for grads, _ in each]
+    return stack(updates), sorted({name for _, split in each for name in split}), updates
+
+
 Counts = dict[tuple[str, str, str], tuple[int, int]]
 """(axis, op, phase) -> (count, bytes)."""
 
 
-def predicted_traffic(job: Job, reference: Reference, place: int = 0) -> Counts:
-    """What one rank at `place` along the pipeline sends in one step."""
+def predicted_traffic(job: Job, reference: Reference, place: int = 0, without_target: int = 0) -> Counts:
+    """What one rank at `place` along the pipeline sends in one step; without_target: see `step_traffic`."""
     units = reference.model.unit_specs
     again = recomputed(job, units, stages_of(job, units))
-    return total(step_traffic(job, units, reference.specs, again, place=place))
+    return total(step_traffic(job, units, reference.specs, again, place=place, without_target=without_target))
 
 
 def _traffic(job: Job, reference: Reference, reports: Sequence[RankReport]) -> tuple[Counts, Counts, bool]:
     """Predicted and counted of one rank and step, and whether they are the same on all: the first that differs is
     shown, else the last rank's last step."""
-    at = [predicted_traffic(job, reference, place) for place in range(job.layout.pp)]
-    both = [(at[report.coords["pp"]], total(step.transfers)) for report in reports for step in report.steps]
+
+    @cache
+    def at(place: int, updates: int) -> Counts:
+        return predicted_traffic(job, reference, place, microbatches_of(job) - updates if updates else 0)
+
+    both = [
+        (at(report.coords["pp"], len(step.updates)), total(step.transfers))
+        for report in reports
+        for step in report.steps
+    ]
     differ = [pair for pair in both if pair[0] != pair[1]]
     return *(differ or both[-1:])[0], not differ
 

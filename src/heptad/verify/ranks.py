@@ -35,10 +35,11 @@ from heptad.verify.reference import fingerprint
 @dataclass(frozen=True, slots=True)
 class RankStep:
     """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here; of the
-    units that ran here, all of them without a pipeline."""
+    units that ran here, all of them without a pipeline. grads: at the step's end; updates: of each update inside it."""
 
     result: StepResult
     grads: list[Piece]
+    updates: list[list[Piece]]
     params: list[Piece]
     outputs: list[dict[int, float]]
     transfers: list[Transfer]
@@ -61,10 +62,21 @@ class Watched(Trainer):
     def __init__(self, job: Job, rank: int) -> None:
         super().__init__(job, rank, torch.device("cpu"))
         self.grads: list[Piece] = []
+        self.updates: list[list[Piece]] = []
         self.outputs: dict[int, dict[int, float]] = {}
         self.stream = Stream(self.mesh.group("tp"), job.layout.sequence_parallel)
         self._forward = self.parallel.executor.forward
         setattr(self.parallel.executor, "forward", self._seen)  # noqa: B010
+        if self.stale is not None:
+            self._apply = self.stale.apply
+            setattr(self.stale, "apply", self._applied)  # noqa: B010
+
+    def _applied(self) -> None:
+        self.updates.append(self._gradients())
+        self._apply()
+
+    def _gradients(self) -> list[Piece]:
+        return [s.piece(s.grad.clone()) for s in self.engine.shards if s.grad is not None]
 
     def _seen(
         self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool, sink: GradSink | None = None
@@ -82,17 +94,18 @@ class Watched(Trainer):
 
     def _update(self, step: int, summed: LossSum, num_targets: int) -> StepResult:
         self.engine.finish_grads()
-        self.grads = [s.piece(s.grad.clone()) for s in self.engine.shards if s.grad is not None]
+        self.grads = self._gradients()
         return super()._update(step, summed, num_targets)
 
     def watch(self, step: int, batches: Sequence[Batch]) -> RankStep:
         """Run one step."""
         self.outputs.clear()
+        self.updates.clear()
         self.mesh.ledger.reset()
         result = self.step(step, batches, count_library=True)
         params = [shard.piece(shard.master.clone()) for shard in self.engine.shards]
         outputs = [self.outputs.get(_first(batch), {}) for batch in batches]
-        return RankStep(result, self.grads, params, outputs, self.mesh.ledger.transfers())
+        return RankStep(result, self.grads, list(self.updates), params, outputs, self.mesh.ledger.transfers())
 
 
 def _first(batch: Batch) -> int:

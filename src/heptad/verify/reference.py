@@ -77,6 +77,11 @@ class Reference:
         """Loss, gradients and norm of step `step` at the present parameters."""
         return self._compute(self.batches(step), flipped=False)
 
+    def follow(self, step: int, updates: Sequence[Grads]) -> Figures:
+        """What `compute` gives; `updates`: the gradients of each update inside the step, of which there are none."""
+        assert not updates
+        return self.compute(step)
+
     def reordered(self, step: int) -> list[Figures]:
         """The same step with sums in another order: sequences reversed and in one batch; features reversed as well.
 
@@ -84,9 +89,12 @@ class Reference:
         Dropout is keyed by feature, so with dropout the width stays as it is. Under the tensor axis also `DRAWS` runs
         that form the sums it cuts as partial sums, as many as ranks, each rounded; every run cuts elsewhere.
         """
-        batches, tp = self.batches(step), self.job.layout.tp
-        joined = [_joined(list(reversed(batches)))]
-        found = [self._compute(joined, flipped=False), self._compute(batches, flipped=True)]
+        return self._reordered(self.batches(step))
+
+    def _reordered(self, batches: list[Batch]) -> list[Figures]:
+        tp = self.job.layout.tp
+        backwards = [joined(list(reversed(batches)))]
+        found = [self._compute(backwards, flipped=False), self._compute(batches, flipped=True)]
         for offset in range(DRAWS if tp > 1 else 0):
             with PartialSums(tp, offset):
                 found.append(self._compute(batches, flipped=False))
@@ -94,7 +102,7 @@ class Reference:
 
     def update(self, step: int, grads: Grads) -> None:
         """Clip `grads` (unclipped, whole) by their own norm and apply the optimizer."""
-        norm, limit = _norm(grads), self.job.optimizer.clip_norm
+        norm, limit = norm_of(grads), self.job.optimizer.clip_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
         self.optimizer.step(step, self.masters, {name: grad * factor for name, grad in grads.items()})
 
@@ -116,7 +124,7 @@ class Reference:
             outputs.append(marks)
         if flipped:
             grads = {name: self._flip(grad, by_name[name]) for name, grad in grads.items()}
-        return Figures(sum(losses) / max(num_targets, 1), grads, _norm(grads), num_targets, outputs)
+        return Figures(sum(losses) / max(num_targets, 1), grads, norm_of(grads), num_targets, outputs)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, list[float]]:
         x: Tensor | None = None
@@ -167,11 +175,13 @@ def fingerprint(x: Tensor) -> float:
     return float(x.detach().double().square().sum())
 
 
-def _norm(grads: Grads) -> float:
+def norm_of(grads: Grads) -> float:
+    """2-norm of all gradients together."""
     return float(sum(grad.double().square().sum() for grad in grads.values())) ** 0.5
 
 
-def _joined(batches: list[Batch]) -> Batch:
+def joined(batches: list[Batch]) -> Batch:
+    """One batch of all sequences."""
     names = ("ids", "labels", "positions", "documents", "index")
     parts = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
     return Batch(step=batches[0].step, mixed=None, **parts)

@@ -20,9 +20,9 @@ from heptad.verify.fault import Fault
 from heptad.verify.faults import parse
 from heptad.verify.localise import Blame, first_module, guilty
 from heptad.verify.ranks import RankReport, run_layout
-from heptad.verify.reference import Reference
 from heptad.verify.report import as_json_line, as_text
 from heptad.verify.shrink import Shrunk, shrink
+from heptad.verify.stale import reference_of
 
 TIMEOUT_S, FULL_TIMEOUT_S = 120.0, 3600.0
 
@@ -104,7 +104,7 @@ def attempt(
 
     Raises ConfigError, before a process starts, for a model class that cannot be used.
     """
-    reference = Reference(job, tokens)
+    reference = reference_of(job, tokens)
     try:
         reports = run_layout(job, tokens, steps, faults, timeout_s, metered)
     except RankFailed as error:

@@ -6,87 +6,104 @@ micro-batch m makes version m+1 from version m. Micro-batches are run in order, 
 from an earlier one. The pipeline drains between steps, so a step starts with one version everywhere.
 
 Micro-batch m is that of all data ranks: its loss is the mean over its own targets; without a target it updates nothing
-(version m+1 is version m). Gradients are reported in the order of the updates. Read next: `reference.py` (without
-staleness), `axes/pipeline/generators/pipedream.py`, `train/stale.py` (what is compared).
+(version m+1 is version m). As in `reference.py`, each update is made from the gradient that the layout got, so each
+proves two links; the step's gradient, as it is compared, is that of all its updates, stacked and divided by √(their
+number): its norm is the one that the step reports, the root mean square. Read next: `compare.py`, `train/stale.py`
+(what is compared), `axes/pipeline/generators/pipedream.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
+from heptad.axes.program import stages_of
 from heptad.config.schema import Job
+from heptad.loader.prepare import PreparedData
 from heptad.models.batch import Batch
-from heptad.models.build import Model
-from heptad.verify.update import WholeOptimizer
-
-Values = dict[str, Tensor]
+from heptad.verify.reference import Figures, Grads, Reference, norm_of
 
 
-@dataclass(frozen=True, slots=True)
-class StaleStep:
-    """One step. grads: of each micro-batch that updates, in order; norm: root mean square of these gradients' norms;
-    params: after the step.
-    """
-
-    loss: float
-    grads: tuple[Values, ...]
-    norm: float
-    params: Values
+def reference_of(job: Job, tokens: PreparedData) -> Reference:
+    """What `job` is compared with."""
+    reference = Reference(job, tokens)
+    stages = stages_of(job, reference.model.unit_specs)
+    return StaleReference(job, tokens) if stages is not None and stages.schedule.asynchronous else reference
 
 
-class StaleReference:
-    """`model` (materialised, fp64) trained on one device as P stages would, each with stale weights.
+class StaleReference(Reference):
+    """`job` on one device, each stage's weights as stale as the rule says."""
 
-    stages: the units of each stage, lowest first; no parameter is on two of them.
-    """
-
-    def __init__(self, job: Job, model: Model, stages: Sequence[Sequence[int]]) -> None:
-        self.model, self.num_stages = model, len(stages)
-        self.stage_of: dict[str, int] = {}
-        for stage, units in enumerate(stages):
-            for name in (name for unit in units for name in model.unit_specs[unit].params):
-                assert name not in self.stage_of, f"{name} is on two stages"
-                self.stage_of[name] = stage
-        trainable = [spec.name for spec in model.specs if spec.trainable]
-        self.newest = {name: model.params[name].detach().clone() for name in trainable}
-        self.optimizer = WholeOptimizer(job.optimizer, model.specs, job.train.steps)
+    def __init__(self, job: Job, tokens: PreparedData) -> None:
+        super().__init__(job, tokens)
+        stages = stages_of(job, self.model.unit_specs)
+        assert stages is not None
+        specs = self.model.unit_specs
+        self.num_stages = len(stages.units)
+        self._stage = {
+            name: at for at, units in enumerate(stages.units) for unit in units for name in specs[unit].params
+        }
+        self._seen: list[tuple[Grads, list[Batch]]] = []  # of the step's micro-batches: weights, batches
 
     def version(self, stage: int, microbatch: int) -> int:
         """Updates of this step in the weights that `stage` uses for `microbatch`."""
         return max(0, microbatch - (self.num_stages - 1 - stage))
 
-    def step(self, step: int, microbatches: Sequence[Sequence[Batch]]) -> StaleStep:
-        """Step `step` (from 1). microbatches[m]: the batches of all data ranks."""
-        history: list[Values] = [_copy(self.newest)]
-        grads: list[Values] = []
-        total, num_targets = 0.0, 0
-        for index, batches in enumerate(microbatches):
-            used = {name: history[self.version(self.stage_of[name], index)][name] for name in self.newest}
-            loss, found = self._gradient(used, batches)
-            targets = sum(batch.num_targets() for batch in batches)
-            if targets:
-                grads.append({name: grad / targets for name, grad in found.items()})
-                self.optimizer.step(step, self.newest, grads[-1])
-            history.append(_copy(self.newest))
-            total, num_targets = total + loss, num_targets + targets
-        squares = [float(sum(grad.square().sum() for grad in grad_of.values())) for grad_of in grads]
-        norm = (sum(squares) / max(len(squares), 1)) ** 0.5
-        return StaleStep(total / max(num_targets, 1), tuple(grads), norm, _copy(self.newest))
+    def follow(self, step: int, updates: Sequence[Grads]) -> Figures:
+        """Step `step` with the layout's own updates."""
+        batches = self.batches(step)
+        number = len(batches) // (self.job.layout.dp_replicate * self.job.layout.dp_shard)
+        given, history, found = list(updates), [self._copy()], []
+        self._seen = []
+        for index in range(number):
+            used = {name: history[self.version(self._stage[name], index)][name] for name in self.values}
+            self._seen.append((used, batches[index::number]))
+            with self._at(used):
+                found.append(self._compute(batches[index::number], flipped=False))
+            if found[-1].num_targets and given:
+                grads = given.pop(0)
+                if all(math.isfinite(float(grad.double().sum())) for grad in grads.values()):
+                    self.optimizer.step(step, self.masters, grads)
+            history.append(self._copy())
+        return stacked(found)
 
-    def _gradient(self, values: Mapping[str, Tensor], batches: Sequence[Batch]) -> tuple[float, Values]:
-        """Sum of the losses at `values`, and its gradients."""
-        wanted = [self.model.params[name] for name in values]
-        for param, value in zip(wanted, values.values(), strict=True):
-            param.data.copy_(value)
-        loss = torch.stack([self.model.loss(batch) for batch in batches]).sum()
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        pairs = zip(values, wanted, found, strict=True)
-        return loss.item(), {n: torch.zeros_like(p) if grad is None else grad for n, p, grad in pairs}
+    def reordered(self, step: int) -> list[Figures]:
+        """The step that was followed last, each micro-batch with its weights and its sums in another order."""
+        each = []
+        for used, batches in self._seen:
+            with self._at(used):
+                each.append(self._reordered(batches))
+        return [stacked(figures) for figures in zip(*each, strict=True)]
+
+    def update(self, step: int, grads: Grads) -> None:
+        """Made by `follow`."""
+
+    @contextmanager
+    def _at(self, used: Grads) -> Iterator[None]:
+        """With these weights; the newest ones after it."""
+        newest, self.values = self.values, used
+        try:
+            yield
+        finally:
+            self.values = newest
+
+    def _copy(self) -> Grads:
+        return {name: value.clone() for name, value in self.values.items()}
 
 
-def _copy(values: Mapping[str, Tensor]) -> Values:
-    return {name: value.clone() for name, value in values.items()}
+def stacked(found: Sequence[Figures]) -> Figures:
+    """The micro-batches of one step as one; those without a target have no gradient in it."""
+    num_targets = sum(figures.num_targets for figures in found)
+    loss = sum(figures.loss * figures.num_targets for figures in found) / max(num_targets, 1)
+    grads = stack([figures.grads for figures in found if figures.num_targets] or [found[0].grads])
+    outputs = [marks for of_rank in zip(*(figures.outputs for figures in found), strict=True) for marks in of_rank]
+    return Figures(loss, grads, norm_of(grads), num_targets, outputs)
+
+
+def stack(updates: Sequence[Grads]) -> Grads:
+    """Gradients [number, ...] whose norm is the root mean square of those of `updates`."""
+    scale = len(updates) ** -0.5
+    return {name: torch.stack([grads[name] for grads in updates]) * scale for name in updates[0]}
