@@ -123,10 +123,12 @@ class _Misled:
         """See `Dropout.features`."""
         return self.right.features(x, *self.change(index, step))
 
-    def attention(self, probabilities: Tensor, queries: Tensor, keys: Tensor, step: int) -> Tensor:
-        """See `Dropout.attention`."""
+    def attention_map(
+        self, heads: int, queries: Tensor, keys: Tensor, step: int
+    ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
+        """See `Dropout.attention_map`."""
         rows, step = self.change(queries, step)
-        return self.right.attention(probabilities, rows, keys, step)
+        return self.right.attention_map(heads, rows, keys, step)
 
 
 def _mislead(trainer: Trainer, change: Callable[[Tensor, int], tuple[Tensor, int]], *kinds: type) -> None:

@@ -79,7 +79,7 @@ def test_c_023_a_forward_that_runs_again_decides_the_same_over_100_seeds(
     """
     decided: dict[str, dict[str, Tensor]] = {"forward": {}, "backward": {}}
     running: list[Trainer] = []
-    features, scores = Dropout.features, Dropout.attention
+    features, scores = Dropout.features, Dropout.attention_map
 
     def note(site: str, mask: Tensor) -> None:
         masks = decided[running[-1].parallel.executor.phase]
@@ -90,12 +90,14 @@ def test_c_023_a_forward_that_runs_again_decides_the_same_over_100_seeds(
         note(self.site, features(self, torch.ones_like(x), *key))
         return features(self, x, *key)
 
-    def seen_scores(self: Dropout, x: Tensor, *key: Any) -> Tensor:
-        note(self.site, scores(self, torch.ones_like(x), *key))
-        return scores(self, x, *key)
+    def seen_scores(self: Dropout, heads: int, *key: Any) -> Any:
+        tensors, drop = scores(self, heads, *key)
+        queries, keys = key[:2]
+        note(self.site, drop(torch.ones(len(queries), heads, queries.shape[1], keys.shape[1]), *tensors))
+        return tensors, drop
 
     monkeypatch.setattr(Dropout, "features", seen_features)
-    monkeypatch.setattr(Dropout, "attention", seen_scores)
+    monkeypatch.setattr(Dropout, "attention_map", seen_scores)
     again = {"full": {"blocks.0.attention", "blocks.0.mlp", "blocks.0.scores"}, "selective": {"blocks.0.scores"}}
     for seed in range(100):
         job = tiny_job({"layers": 1, "dropout": 0.5, "attention_dropout": 0.5}, 1, mode)
