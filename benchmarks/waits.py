@@ -197,10 +197,12 @@ class Pipeline:
 
 
 def _runs(rank: int, every: Sequence[Waits], rounds: int) -> list[list[Run]]:
-    """`rounds` steps of each, after one that is not counted; in turns."""
+    """`rounds` steps of each in turns, after one of the shortest of each schedule that is not counted."""
     pipelines = [Pipeline(rank, waits) for waits in every]
-    for pipeline in pipelines:
-        pipeline.run()
+    least = min(waits.microbatches for waits in every)
+    for waits, pipeline in zip(every, pipelines, strict=True):
+        if waits.microbatches == least:
+            pipeline.run()
     found: list[list[Run]] = [[] for _ in every]
     for _ in range(rounds):
         for at, pipeline in enumerate(pipelines):
