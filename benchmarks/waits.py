@@ -241,19 +241,19 @@ class Seen:
 
 
 def measured(every: Sequence[Waits], rounds: int, box: Netbox | None = None) -> list[Seen]:
-    """For each of `every`, all on equally many ranks, the median step of `rounds` by its time."""
+    """For each of `every`, all on equally many ranks, the median step of `rounds` by its time (of two the faster)."""
     seen = launch(every[0].ranks, _runs, every, rounds, box=box, first=True)
     found = []
     for at in range(len(every)):
         steps = [Seen.of(together) for together in zip(*(rank[at] for rank in seen), strict=True)]
-        found.append(sorted(steps, key=lambda step: step.span_s)[len(steps) // 2])
+        found.append(sorted(steps, key=lambda step: step.span_s)[(len(steps) - 1) // 2])
     return found
 
 
 def idle_time(effort: Effort) -> list[Row]:
     """Measured idle fraction ÷ simulated, every schedule; and whether schedules stand in the order of theory."""
     every = [of_rank_times(name, RANKS, count) for count in MICROBATCHES for name in SCHEDULES]
-    found = dict(zip(every, measured(every, min(3, effort.rounds)), strict=True))
+    found = dict(zip(every, measured(every, min(2, effort.rounds)), strict=True))
     message_s = median(
         found[waits].unhidden_s(RANKS) / (2 * (RANKS - 1) * waits.microbatches)
         for waits in every
