@@ -172,7 +172,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], O
 # C-057's pairs, and copied kv heads, sequence parallelism and another order on the way.
 MOVES: list[tuple[Options, list[Options]]] = [
     (dict(tp=2, zero=0), [dict(zero=3), dict(tp=2, dp_shard=2, zero=3), dict(tp=4, zero=1)]),
-    (dict(zero=3), [dict(tp=2, zero=0), dict(tp=4, zero=3, sequence_parallel=True)]),
+    (dict(zero=3), [dict(tp=2, zero=0), dict(tp=4, zero=3, sequence_parallel=True), dict(pp=2, zero=2, dp_shard=2)]),
+    (dict(pp=2, zero=1), [dict(zero=3), dict(pp=3, zero=3, schedule="zbh1"), dict(tp=2, pp=2, zero=0)]),
+    (dict(pp=2, zero=3, schedule="dualpipe"), [dict(dp_shard=2, zero=3), dict(pp=2, zero=1, schedule="gpipe")]),
     (dict(dp_shard=2, zero=1), [dict(dp_shard=4, zero=1), dict(tp=2, dp_shard=2, zero=1)]),
     (
         dict(tp=2, dp_shard=2, zero=2, sequence_parallel=True),

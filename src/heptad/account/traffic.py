@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from heptad.axes.data import cost
 from heptad.axes.data.buckets import BucketSpec, part_width, plan_buckets, ranges_of, tiles_of, unit_uses
-from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, replica_axes, shard_axes
+from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, reductions, replica_axes, shard_axes
 from heptad.axes.pipeline import cost as pipeline
 from heptad.axes.program import microbatches_of, stages_of
 from heptad.axes.tensor import cost as tensor
@@ -88,7 +88,8 @@ def step_traffic(
     widths = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
     uses = unit_uses(units, held.buckets, specs, held.share)
     if stages is None:
-        found += cost.traffic(held.buckets, uses, zero, shards, replicas, microbatches, *widths, recompute)
+        reduce = reductions(job.layout)
+        found += cost.traffic(held.buckets, uses, zero, shards, replicas, microbatches, *widths, recompute, reduce)
     else:
         program = lower(expand(stages, place, uses, recompute), uses, data_rule(job.layout), recompute=recompute)
         found += cost.program_traffic(held.buckets, program, zero, shards, replicas, *widths)

@@ -71,12 +71,15 @@ def _layout(job: Job) -> Iterator[Problem]:
         yield from idle("layout", layout, ("keep_gathered",), why, "sequence_parallel = true")
     if layout.engine == "fsdp2":
         why = 'engine = "fsdp2" makes its own buckets and prefetches its own way'
-        yield from idle("layout", layout, ("bucket_mb", "prefetch"), why, 'engine = "heptad"')
+        yield from idle("layout", layout, ("bucket_mb", "prefetch", "reduce_grads"), why, 'engine = "heptad"')
         why = 'under engine = "fsdp2" autograd differentiates the loss of all logits at once'
         yield from idle("train", job.train, ("loss_chunk",), why, 'engine = "heptad"')
     elif layout.zero == 0:
         why = "stage 0 gathers nothing and waits for its reductions at the step's end"
         yield from idle("layout", layout, ("prefetch",), why, "zero >= 1")
+    if layout.zero < 2 and layout.engine == "heptad":
+        why = f"stage {layout.zero} keeps whole gradients and reduces them once a step"
+        yield from idle("layout", layout, ("reduce_grads",), why, "zero >= 2")
 
 
 def _data(job: Job) -> Iterator[Problem]:

@@ -125,6 +125,7 @@ class LayoutSection(Section):
     keep_gathered: bool = False
     bucket_mb: float = Field(default=1.0, ge=0)
     prefetch: int = Field(default=1, ge=0)
+    reduce_grads: Literal["auto", "step", "microbatch"] = "auto"
 
 
 class RecomputeSection(Section):

@@ -14,6 +14,7 @@ from heptad.checkpoint.read import Reader
 from heptad.checkpoint.save import save
 from heptad.loader.loader import Loader
 from heptad.mesh.collectives import Group, barrier
+from heptad.optim.roles import kind_of, state_slots
 from heptad.train.agreement import require_same_replicas
 from heptad.train.runfolder import RunFolder
 from heptad.train.step import Trainer
@@ -57,9 +58,20 @@ def save_state(trainer: Trainer, loader: Loader, folder: RunFolder, counts: Coun
     return () if saved is None else saved.notes
 
 
+def tensors_of(trainer: Trainer) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the job's state and its whole shape, also what only other ranks of a pipeline hold."""
+    section, found = trainer.job.optimizer, dict[str, tuple[int, ...]]()
+    for spec in trainer.parallel.model.specs:
+        found[spec.name] = spec.shape
+        for slot in state_slots(section, kind_of(section, spec)) if spec.trainable else ():
+            found[f"{slot}/{spec.name}"] = spec.shape
+    assert all(found.get(piece.name) == piece.shape for piece in trainer.pieces())
+    return found
+
+
 def restore(trainer: Trainer, reader: Reader) -> Counts:
     """Load weights and optimizer state of any layout's checkpoint; strict about names and shapes (CheckpointError)."""
-    reader.check({piece.name: piece.shape for piece in trainer.pieces()})
+    reader.check(tensors_of(trainer))
     reader.load([shard.piece(shard.master) for shard in trainer.engine.shards])
     trainer.optimizer.load(reader.fill, reader.meta["optimizer"])
     trainer.engine.refresh()

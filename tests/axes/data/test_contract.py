@@ -28,6 +28,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero-3 4": dict(zero=3, dp_shard=4),
     "zero-3 4, no prefetch": dict(zero=3, dp_shard=4, prefetch=0),
     "zero-3 2, two units ahead, shared buckets": dict(zero=3, dp_shard=2, prefetch=2, bucket_mb=0.01),
+    "zero-2 2, reduced once": dict(zero=2, dp_shard=2, reduce_grads="step"),
+    "zero-3 4, reduced once": dict(zero=3, dp_shard=4, reduce_grads="step"),
     "hsdp 2x2": dict(zero=3, dp_replicate=2, dp_shard=2),
     "zero-1 2x2": dict(zero=1, dp_replicate=2, dp_shard=2),
     "zero-2 2x2, shards outermost": dict(zero=2, dp_replicate=2, dp_shard=2, order="pp-dp_shard-dp_replicate-cp-tp"),

@@ -31,6 +31,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zbh1": (TIED, dict(pp=3, schedule="zbh1", zero=3, dp_shard=2, global_batch=12)),
     "zbh1, 2 chunks": (SIX, dict(pp=2, vpp=2, schedule="zbh1", zero=2, dp_shard=2, global_batch=6)),
     "zbv": (TIED | SIX, dict(pp=2, schedule="zbv", zero=3, dp_shard=2, global_batch=10)),
+    "zbv, reduced each time": (TIED | SIX, dict(pp=2, schedule="zbv", zero=3, dp_shard=2, reduce_grads="microbatch")),
+    "gpipe, one block a stage, reduced each time": (
+        dict(layers=2), dict(pp=2, schedule="gpipe", zero=2, dp_shard=2, reduce_grads="microbatch"),
+    ),
     "zbv of 3 x tp": (TIED | SIX, dict(pp=3, schedule="zbv", zero=0, tp=2, global_batch=3)),
     "dualpipe": (TIED, dict(pp=2, schedule="dualpipe", zero=3, dp_shard=2, global_batch=8)),
     "dualpipe of 4": (DROPPED | SIX, dict(pp=4, schedule="dualpipe", zero=1, dp_shard=2, global_batch=16)),

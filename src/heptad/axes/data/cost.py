@@ -30,9 +30,10 @@ def traffic(
     param_bytes: int,
     reduce_bytes: int,
     recompute: Segments = (),
+    reduce: str = "microbatch",
 ) -> list[Transfer]:
     """One training step of one rank. `shards`, `replicas`: (axis, number of ranks) a bucket is cut over and copied
-    over.
+    over. reduce: how often stages 2 and 3 reduce a gradient (`stages.reductions`).
 
     param_bytes, reduce_bytes: bytes of an element when gathered and when reduced.
     """
@@ -48,7 +49,7 @@ def traffic(
             if zero == 0:
                 found.append(_repeat("all_reduce", replicas, "backward", grads, 1))
             else:
-                times = 1 if zero == 1 else microbatches
+                times = 1 if zero == 1 or reduce == "step" else microbatches
                 found.append(_repeat("reduce_scatter", shards, "backward", grads, times))
                 found.append(_repeat("all_reduce", replicas, "backward", grads // shards[1], 1))
     return [transfer for transfer in found if transfer.count]

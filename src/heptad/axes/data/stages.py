@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from heptad.config.schema import LayoutSection
 from heptad.mesh.layout import Layout
 from heptad.schedule.lower import DataRule
@@ -27,6 +29,19 @@ LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 so one of them counts."""
 
 
+def reductions(section: LayoutSection) -> Literal["step", "microbatch"]:
+    """How often a bucket's gradient is reduced: stages 0 and 1 keep it whole and do it once a step.
+
+    Stages 2 and 3 free it after each micro-batch; under a pipeline, whose micro-batches follow each other fast, "auto"
+    waits for the last one instead: (K+1)/2 to 1/K of the traffic, for whole gradients between first and last write.
+    """
+    if section.zero < 2:
+        return "step"
+    if section.reduce_grads != "auto":
+        return section.reduce_grads
+    return "step" if section.pp > 1 else "microbatch"
+
+
 def data_rule(section: LayoutSection) -> DataRule:
     """Stage and prefetch distance as a lowering rule. `fsdp2` communicates in its own hooks: nothing is placed."""
     replicas = Layout.of(section).degree(*replica_axes(section.zero)) > 1
@@ -36,7 +51,7 @@ def data_rule(section: LayoutSection) -> DataRule:
         return DataRule("never", "step", scatter=False, prefetch=section.prefetch)
     return DataRule(
         gather="use" if section.zero == 3 else "step",
-        reduce="step" if section.zero == 1 else "microbatch",
+        reduce=reductions(section),
         replicas=replicas,
         prefetch=section.prefetch,
     )
