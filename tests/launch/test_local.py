@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,15 @@ def test_c_097_a_fixed_port_is_used_and_an_occupied_one_named(tmp_path: Path) ->
     assert launcher.wait() == 0, launcher.stderr
 
 
+@pytest.fixture
+def heard_ctrl_c() -> Iterator[None]:
+    """SIGINT as in a terminal: a shell starts what runs in its background with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_ctrl_c")
 def test_one_rank_runs_in_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(job_of(1, tmp_path), True, False, False, entry="tests.launch.toy:sums") == 0
     assert json.loads(capsys.readouterr().out)["sum"] == 0.0
