@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from heptad.schedule.action import Action, Kind, Program, Segments, UnitUse, backward_order
-from heptad.schedule.pipeline import Pair, Schedule, StageAction, Step, direction_of, placement
+from heptad.schedule.pipeline import Pair, Schedule, StageAction, Step, direction_of, placement, singles
 
 Slots = dict[int, list[Action]]
 
@@ -108,7 +108,7 @@ class _Expansion:
         self.after: Slots = defaultdict(list)
         self.starts: list[int] = []  # first position of each step so far
         self.sent: dict[int, Action] = {}  # stage -> the gradient sent last, not waited for yet
-        self.trains = any(a.kind is not Kind.FORWARD for line in stages.schedule.lines for a in _single_actions(line))
+        self.trains = any(a.kind is not Kind.FORWARD for line in stages.schedule.lines for a in singles(line))
         self.tail: list[Action] = []
         self.updates: list[tuple[int, int, int]] = []
 
@@ -179,7 +179,3 @@ class _Expansion:
         posted = self.starts[-2] if len(self.starts) > 1 else 0
         self.before[posted].append(Action(start, unit, microbatch))
         self.before[first].append(Action(wait, unit, microbatch))
-
-
-def _single_actions(line: Sequence[Step]) -> list[StageAction]:
-    return [a for step in line for a in ((step.forward, step.backward) if isinstance(step, Pair) else (step,))]
