@@ -12,24 +12,8 @@ from typing import Any
 
 import pytest
 
-from heptad.cli.main import main
-
 Heptad = Callable[..., tuple[int, str, str]]
 SRC = Path(__file__).resolve().parents[2] / "src"
-
-
-@pytest.fixture
-def heptad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Heptad:
-    """heptad("train", "debug") -> (exit code, stdout, stderr)."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["heptad", *args])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        return int(stop.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., Any]) -> None:

@@ -11,24 +11,11 @@ from pathlib import Path
 import pytest
 
 from heptad.axes.pipeline.generate import GENERATORS, generate
-from heptad.cli.main import main
 from heptad.schedule.pipeline import format_schedule, parse_schedule
 
 Heptad = Callable[..., tuple[int, str, str]]
 DUALPIPE = ("timeline", "--schedule", "dualpipe", "--pp", "8", "--microbatches", "20")
 SMALL = ("timeline", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8")
-
-
-@pytest.fixture
-def heptad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Heptad:
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["heptad", *args])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        return int(stop.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 def test_json_has_the_published_figures(heptad: Heptad) -> None:
