@@ -52,9 +52,11 @@ class Batch:
         return Batch(ids, labels, positions, documents, index, self.step, self.mixed)
 
 
-def visible(documents: Tensor) -> Tensor:
-    """documents [B, L] -> bool [B, 1, L, L]: the same document, and no key after its query."""
+def visible(documents: Tensor, window: int | None = None) -> Tensor:
+    """documents [B, L] -> bool [B, 1, L, L]: the same document, no key after its query, none `window` or more before."""
     length = documents.shape[1]
     same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [B, Lq, Lk]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    if window is not None:
+        causal.triu_(1 - window)
     return same.logical_and_(causal).unsqueeze(1)
