@@ -129,7 +129,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             cos, sin = self.rotary.table(batch.positions, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = rotate(cos, sin, q, k)
         dropout = self.dropout if self.training else None
         mixed = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), batch, dropout)  # [B, H, L, d]
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))  # [B, L, H·d] -> the stream

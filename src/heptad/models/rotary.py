@@ -89,27 +89,27 @@ class Rotary:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation; its backward is the rotation back, so only cos and sin are kept."""
+    """A rotation; its backward is the rotation back, so only cos and sin are kept. One call turns queries and keys."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
+        return tuple(_rotated(x, cos, sin) for x in xs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotated(dy, cos, sin, -1), None, None
+        back = -sin
+        return None, None, *(_rotated(dy, cos, back) for dy in dys)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(cos.dtype)
     swapped = wide.roll(x.shape[-1] // 2, -1)  # (second half, first half)
-    swapped = swapped.mul_(sin if sign > 0 else -sin)
-    return swapped.addcmul_(wide, cos).to(x.dtype)
+    return swapped.mul_(sin).addcmul_(wide, cos).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, L, H, d] with cos and signed sin [B, L, 1, d] from `Rotary.table`; in their dtype, returned in x's."""
-    out: Tensor = _Rotate.apply(x, cos, sin)
+def rotate(cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Each x [B, L, H, d] with cos and signed sin [B, L, 1, d] from `Rotary.table`; in their dtype, returned in x's."""
+    out: tuple[Tensor, ...] = _Rotate.apply(cos, sin, *xs)
     return out
