@@ -3,6 +3,8 @@
 A token costs 6 FLOPs for each parameter that multiplies (2 forward, 4 backward) and its attention scores and values:
 6·layers·H·(d_qk + d_v)·L under "full", half of it under "causal" (the half that a causal mask leaves; L² / 2, the
 diagonal not counted extra). Packed documents attend within themselves: L² is then the sum of squared lengths (C-124).
+Under a sliding window w, L² is the number of pairs less than w apart, L² - (L - w)(L - w + 1): of them a causal mask
+leaves half and half of the diagonal, as without a window.
 Norms, activations and the softmax are not counted; recompute never is, so MFU compares with the papers' and cannot
 pass 1 under "causal". A token counts once, whatever cp, tp and pp do with it (C-123). Read next: `parameters.py`.
 """
@@ -23,9 +25,18 @@ def attention_flops(section: ModelSection, lengths: Sequence[int], convention: C
     """Training FLOPs of scores and values in all layers, for documents of `lengths` tokens."""
     section = complete(section)
     assert section.head_dim is not None
-    squares = sum(length * length for length in lengths)
-    full = 6 * section.layers * section.heads * 2 * section.head_dim * squares
+    near = sum(pairs(length, section.window) for length in lengths)
+    full = 6 * section.layers * section.heads * 2 * section.head_dim * near
     return full // 2 if convention == "causal" else full
+
+
+def pairs(length: int, window: int | None) -> int:
+    """Pairs of tokens of one document that are less than `window` apart, both orders counted; None: all pairs.
+
+    A causal mask leaves (pairs + length) / 2 of them.
+    """
+    beyond = max(length - window, 0) if window is not None else 0
+    return length * length - beyond * (beyond + 1)
 
 
 def model_flops(section: ModelSection, lengths: Sequence[int], convention: Convention) -> int:

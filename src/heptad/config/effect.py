@@ -14,7 +14,7 @@ from heptad.errors import Problem
 
 def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
     """`model` is the section with its preset filled in."""
-    yield from _model(model)
+    yield from _model(model, job.data.seq_len)
     yield from _layout(job)
     yield from _data(job)
     yield from _run(job)
@@ -34,13 +34,17 @@ def idle(path: str, section: Section, names: tuple[str, ...], why: str, fix: str
             yield Problem(f"{path}.{name}", shown, f"it would have no effect: {why}", f"remove it, or {fix}")
 
 
-def _model(model: ModelSection) -> Iterator[Problem]:
+def _model(model: ModelSection, seq_len: int) -> Iterator[Problem]:
     if model.class_ is None:
         yield from idle("model", model, ("options",), "only a class of your own reads it", 'set class = "pkg.mod:Name"')
     if model.positions == "learned":
         yield from idle("model", model, ("rope_theta", "rope_scaling"), "positions are learned", 'positions = "rotary"')
     elif model.rope_scaling is not None:
         yield from _scaling(model.rope_scaling)
+    if model.window is not None and model.window >= seq_len:
+        why = f"a sequence of data.seq_len = {seq_len} tokens has none that is {model.window} before another"
+        fix = f"window <= {seq_len - 1}, or a longer seq_len" if seq_len > 1 else "a longer seq_len"
+        yield from idle("model", model, ("window",), why, fix)
 
 
 def _scaling(scaling: RopeScaling) -> Iterator[Problem]:

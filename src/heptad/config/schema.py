@@ -91,6 +91,7 @@ class ModelSection(Section):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     init_std: float = Field(default=0.02, gt=0)
     attention: Literal["auto", "flash", "math"] = "auto"
+    window: int | None = Field(default=None, ge=1)
     frozen: tuple[str, ...] = ()
 
 

@@ -2,12 +2,12 @@
 
 The core is a seam: `Attention.core` is a plain function attribute that an axis may replace; `stream` is the other one
 (`mesh/regions.py`). Documents are isolated by the batch's mask, which is made with the batch (`batch.py`); positions
-restart as well, and both are needed (C-127).
+restart as well, and both are needed (C-127). A sliding window (`model.window`) narrows that mask.
 
 Legend: B sequences, L tokens, D width, H query heads and K key/value heads on this rank, d head_dim.
-Cost of SDPA ("flash") beside the projections: 4·B·H·L²·d FLOPs forward, no L² memory. "math" forms the scores, B·H·L²
-elements, as attention dropout needs it. Read next: `scores.py`, `rotary.py`, `dropout.py`, `parallel.py`,
-`decoder.py`.
+Cost of SDPA ("flash") beside the projections: 4·B·H·L²·d FLOPs forward, no memory of L² but a mask, where documents or
+a window need one. "math" forms the scores, B·H·L² elements, as attention dropout needs it. Read next: `scores.py`,
+`rotary.py`, `dropout.py`, `parallel.py`, `decoder.py`.
 """
 
 from __future__ import annotations
@@ -35,37 +35,63 @@ Core = Callable[[Tensor, Tensor, Tensor, Batch, "Dropout | None"], Tensor]
 
 
 class MaskBias:
-    """A batch's mask as what is added to scores, made once for all blocks of a model; torch would make one in each.
+    """What a model's queries see where plain causal attention is not enough, made once for all its blocks.
 
-    Costs B·L·L elements until another batch comes.
+    window: a query sees itself and the `window` - 1 tokens before it, inside its document; None: all before it. Costs
+    B·L·L elements until another batch comes; L·L under a window alone, which then serves every batch of that length.
     """
 
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, Tensor] | None = None
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self._last: tuple[Tensor | None, Tensor] | None = None
 
-    def of(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """mask [B, 1, L, L] -> 0 where it is True, else -inf."""
-        if self._last is None or self._last[0] is not mask or self._last[1].dtype != dtype:
-            with torch.no_grad():
-                bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-            self._last = (mask, bias)
-        return self._last[1]
+    def of(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
+        """[B or 1, 1, L, L] to add to scores: 0 where the query sees the key, else -inf. None: plain causal."""
+        return None if batch.mask is None and self.window is None else self._made(batch, dtype)
+
+    def seen(self, batch: Batch) -> Tensor:
+        """bool [B or 1, 1, L, L], True where the query sees the key."""
+        if self.window is None:
+            return visible(batch.documents) if batch.mask is None else batch.mask
+        return self._made(batch, torch.bool)
 
     def kept(self) -> tuple[Tensor, ...]:
         """The one held for the next block."""
         return () if self._last is None else self._last[1:]
 
+    def _made(self, batch: Batch, dtype: torch.dtype) -> Tensor:
+        length, device = batch.ids.shape[1], batch.ids.device
+        if self._last is not None:
+            source, made = self._last
+            if source is batch.mask and (made.shape[-1], made.dtype, made.device) == (length, dtype, device):
+                return made
+        with torch.no_grad():
+            made = self._sees(batch)
+            if dtype != torch.bool:
+                made = torch.zeros(made.shape, dtype=dtype, device=device).masked_fill_(~made, -math.inf)
+        self._last = (batch.mask, made)
+        return made
+
+    def _sees(self, batch: Batch) -> Tensor:
+        if self.window is None:
+            assert batch.mask is not None
+            return batch.mask
+        return visible(batch.documents if batch.mask is not None else batch.documents[:1], self.window)
+
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None, bias: MaskBias | None = None
 ) -> Tensor:
-    """Causal attention within documents, softmax(q kᵀ / √d) v, by torch's fused kernel. Same dtype in and out."""
+    """Causal attention within documents (and `bias`'s window), softmax(q kᵀ / √d) v, by torch's fused kernel.
+
+    Same dtype in and out.
+    """
     assert dropout is None, "the fused kernel draws its own dropout: model.attention = flash refuses it"
-    if batch.mask is None:
+    mask = batch.mask if bias is None else bias.of(batch, q.dtype)
+    if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
     if k.shape[1] < q.shape[1]:  # with a mask, CUDA's fused kernels know no groups and the rest would form the scores
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    mask = batch.mask if bias is None else bias.of(batch.mask, q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -75,10 +101,11 @@ def math_attention(
     v: Tensor,
     batch: Batch,
     dropout: Dropout | None,
+    bias: MaskBias | None = None,
     softmax: Callable[[Tensor, Tensor, float], Tensor] = softmax_of,
 ) -> Tensor:
     """The same with the scores formed, so that dropout can act on them."""
-    mask = visible(batch.documents) if batch.mask is None else batch.mask
+    mask = (MaskBias() if bias is None else bias).seen(batch)
     probabilities = softmax(scores(q, k), mask, math.sqrt(q.shape[-1]))  # [B, H, L, L]
     if dropout is None:
         return values(probabilities, v)
@@ -112,7 +139,7 @@ class Attention(nn.Module):
         width, d = section.width, section.head_dim
         self.head_dim, self.rotary, self.dropout = d, rotary, dropout
         self.mask_bias = mask_bias
-        self.core: Core = math_attention if forms_scores(section) else partial(flash_attention, bias=mask_bias)
+        self.core: Core = partial(math_attention if forms_scores(section) else flash_attention, bias=mask_bias)
         self.norm = norm_of(section, width)
         self.q = linear_of("q", width, section.heads * d, section.qkv_bias)
         self.k = linear_of("k", width, section.kv_heads * d, section.qkv_bias)

@@ -53,7 +53,7 @@ class Batch:
 
 
 def visible(documents: Tensor, window: int | None = None) -> Tensor:
-    """documents [B, L] -> bool [B, 1, L, L]: the same document, no key after its query, none `window` or more before."""
+    """documents [B, L] -> bool [B, 1, L, L]: of its document the last `window` keys up to the query."""
     length = documents.shape[1]
     same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [B, Lq, Lk]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()

@@ -85,6 +85,9 @@ def _check_own(job: Job) -> None:
     if job.train.loss_chunk != "auto":
         rule = f"it would have no effect: {job.model.class_} computes its own loss"
         raise ConfigError.of("train.loss_chunk", job.train.loss_chunk, rule, "remove it")
+    if job.model.window is not None:
+        rule = f"it would have no effect: {job.model.class_} computes its own attention"
+        raise ConfigError.of("model.window", job.model.window, rule, f"window in model.options, {base}")
     if job.layout.tp > 1:
         rule = f"of {job.model.class_} it is not known which linears to cut, and how"
         raise ConfigError.of("layout.tp", job.layout.tp, rule, f"tp = 1, {base}")

@@ -88,8 +88,8 @@ def compile_model(module: nn.Module, activation: str) -> None:
             child.activate = partial(_gated, kernels, activation)
         elif isinstance(child, Head):
             child.kernels = LossKernels(kernels.exponentials_, kernels.gradient_)
-        elif isinstance(child, Attention) and child.core is math_attention:
-            child.core = partial(math_attention, softmax=partial(_softmax, kernels))
+        elif isinstance(child, Attention) and isinstance(child.core, partial) and child.core.func is math_attention:
+            child.core = partial(child.core, softmax=partial(_softmax, kernels))
         for name, value in vars(child).items():
             if isinstance(value, Dropout):
                 setattr(child, name, replace(value, drop=drop))

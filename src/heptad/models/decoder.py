@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         section = spec.complete(section)
         self.section, rate = section, section.dropout
         assert section.head_dim is not None
-        rotary, mask_bias = None, MaskBias()
+        rotary, mask_bias = None, MaskBias(section.window)
         if section.positions == "rotary":
             rotary = Rotary(section.head_dim, section.rope_theta, section.rope_scaling)
         with torch.device("meta"):

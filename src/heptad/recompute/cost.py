@@ -18,7 +18,7 @@ e bytes of an element; w = max(e, 4), bytes of a statistic; s = 2 statistics a L
 | q k norm inputs | N·(h + k)·d·e, with `qk_norm` only | norms of queries and keys |
 | q k norm statistics | N·(h + k)·s·w, with `qk_norm` only | likewise |
 | q, k, v | N·(h + 2k)·d·e | core attention, after rotation (which keeps nothing of its own) |
-| repeated kv | N·2·(h - k)·d·e, flash with documents only | torch's masked kernels know no groups |
+| repeated kv | N·2·(h - k)·d·e, flash with a mask only | torch's masked kernels know no groups |
 | log-sum-exp | N·h·w, flash only | the fused kernel's backward |
 | probabilities | N·h·L·w, math only | softmax and values; in at least fp32 |
 | probabilities mask | N·h·L, math with dropout only | attention dropout, one byte each |
@@ -131,6 +131,11 @@ class Sizes:
         """rows·s·w."""
         return rows * (2 if self.section.norm == "layer" else 1) * self.wide_bytes
 
+    @property
+    def masked_rows(self) -> int:
+        """Rows of a mask beyond the plain causal one: with documents one a sequence, under a window one for all."""
+        return self.batch if self.documents else int(self.section.window is not None)
+
     def dropout_bytes(self) -> int:
         """One mask of the stream's dropout: n·D, or none."""
         return self.own_tokens * self.section.width if self.section.dropout else 0
@@ -150,7 +155,7 @@ def _attention(sizes: Sizes) -> Terms:
     assert section.head_dim is not None
     heads, kv_heads, head = sizes.heads, sizes.kv_heads, tokens * section.head_dim * element  # bytes of one head
     scores = sizes.tokens * heads * sizes.length if forms_scores(sizes.section) else 0
-    repeats = sizes.documents and not forms_scores(sizes.section)
+    repeats = sizes.masked_rows > 0 and not forms_scores(sizes.section)
     return {
         "input": sizes.stream_bytes,
         "attention norm statistics": sizes.norm_bytes(sizes.own_tokens),
@@ -212,13 +217,16 @@ def head(sizes: Sizes) -> Terms:
 def shared(sizes: Sizes) -> Terms:
     """What all blocks of a micro-batch share; the first of them makes it, and it goes with the next micro-batch's.
 
-    "rotary table": 2·N·d·w, cosines and sines. "attention bias": B·L·L·e, flash with documents.
+    "rotary table": 2·N·d·w, cosines and sines. "attention bias": B·L·L·e, flash with documents; under a window alone
+    L·L·e. "attention mask": formed scores under a window, a byte in place of e (of documents alone it is the batch's).
     """
     section = sizes.section
     assert section.head_dim is not None
     table = 2 * sizes.tokens * section.head_dim * sizes.wide_bytes * (section.positions == "rotary")
-    bias = sizes.tokens * sizes.length * sizes.element_bytes * (sizes.documents and not forms_scores(sizes.section))
-    return _some({"rotary table": table, "attention bias": bias})
+    mask, formed = sizes.masked_rows * sizes.length**2, forms_scores(section)
+    bias = mask * sizes.element_bytes * (not formed)
+    seen = mask * (formed and section.window is not None)
+    return _some({"rotary table": table, "attention bias": bias, "attention mask": seen})
 
 
 def _some(terms: Mapping[str, int]) -> Terms:

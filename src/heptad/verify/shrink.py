@@ -115,7 +115,9 @@ def _staged(job: Job, wanted: tuple[int, ...], notes: list[str]) -> Job:
     return job.model_copy(update={"layout": layout})
 
 
-_SIZES = ("layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "vocab", "max_positions", "init_std")
+_SIZES = (
+    "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "vocab", "max_positions", "init_std", "window",
+)  # fmt: skip
 
 
 def _change(before: ModelSection, after: ModelSection, name: str) -> str:
@@ -180,6 +182,7 @@ def _model(model: ModelSection, layers: int, sizes: _Sizes, tp: int) -> ModelSec
             "vocab": min(model.vocab, sizes.vocab),
             "max_positions": min(model.max_positions, sizes.positions),
             "init_std": max(model.init_std, INIT_STD),
+            "window": model.window if (model.window or 0) < sizes.seq_len else sizes.seq_len // 2,
             "frozen": shrink_frozen(model, layers),
         }
     )
