@@ -2,14 +2,18 @@
 
 The mask is made when the batch is, from `documents` alone: nothing a caller passes or forgets can join two documents.
 A batch whose rows are one document each needs no mask (`mask` None: plain causal attention), which halves the work.
+Under the context axis a rank's batch is its own tokens of a whole one (`axes/context/take.py`): no mask is ever made,
+`context` says where all tokens lie. Read next: `placement.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from heptad.models.placement import Placement
 
 IGNORED = -100
 """Label of a position that is no target: it adds exactly 0 to loss, gradient and count."""
@@ -24,6 +28,10 @@ class Batch:
     `mixed` says that a row may hold more than one document; None looks (the one data-dependent value here, so whoever
     builds a batch of fake tensors must say True or False). `mask` [B, 1, L, L] bool, True where the query (second to
     last dim) sees the key; None when nothing is mixed.
+
+    context: of a batch that is one context rank's part, where the tokens of the whole rows lie; `numbers` [B, R·tokens]
+    int64 is then `index` of every place of `context`, ring rank after ring rank (-1: padding), as dropout of keys that
+    other ranks hold needs it.
     """
 
     ids: Tensor
@@ -33,6 +41,8 @@ class Batch:
     index: Tensor
     step: int
     mixed: bool | None = None
+    context: Placement | None = None
+    numbers: Tensor | None = None
     mask: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -47,9 +57,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        names = ("ids", "labels", "positions", "documents", "index")
-        ids, labels, positions, documents, index = (getattr(self, name).to(device) for name in names)
-        return Batch(ids, labels, positions, documents, index, self.step, self.mixed)
+        names = ("ids", "labels", "positions", "documents", "index", "numbers")
+        moved = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
+        return replace(self, **moved)
 
 
 def visible(documents: Tensor, window: int | None = None) -> Tensor:

@@ -4,9 +4,10 @@ A step: count the targets of the whole global batch (one integer all-reduce unde
 whose last unit's output is scaled by one over that count, so gradients are only ever summed; the loss is summed over
 ranks under the backward; then, in U: the gradient norm of the whole model, one decision that all ranks share (finite or
 not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of them counts, the
-others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. An asynchronous pipeline
-updates inside the step (`stale.py`); U then only reports. Read next: `schedule/executor.py`, `optim/build.py`,
-`loop.py`.
+others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. Context ranks take their
+own tokens of the batches they all read, before anything else, and each counts its own targets; a token counts once
+(C-123). An asynchronous pipeline updates inside the step (`stale.py`); U then only reports. Read next:
+`schedule/executor.py`, `axes/context/take.py`, `optim/build.py`, `loop.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from heptad.axes.apply import Parallel, apply
+from heptad.axes.context.take import take, whole
 from heptad.axes.data.stages import LOSS_AXES
 from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
@@ -123,7 +125,8 @@ class Trainer:
         record: gets an Event an action. count_library: the ledger also counts what an engine's library sends (slow).
         Raises NonFinite on every rank when the job says so.
         """
-        batches = [batch.to(self.device) for batch in batches]
+        num_tokens = sum(batch.ids.numel() for batch in batches) * self.mesh.layout.data_ranks
+        batches = self.own(batches)
         self._mode(training=True)
         stale = self.stale
         if stale is not None:
@@ -146,8 +149,12 @@ class Trainer:
             update_stage = None if stale is None else stale.update
             run(self.program, batches, scale, update, record, outputs_ready=early, update_stage=update_stage)
         assert self.result is not None
-        num_tokens = sum(batch.ids.numel() for batch in batches) * self.mesh.layout.data_ranks
         return replace(self.result, num_tokens=num_tokens)
+
+    def own(self, batches: Sequence[Batch]) -> list[Batch]:
+        """This rank's tokens of whole micro-batches, on its device."""
+        place, layout = self.mesh.layout.coords(self.rank)["cp"], self.job.layout
+        return [take(batch, layout, place).to(self.device) for batch in batches]
 
     def pieces(self) -> list[Piece]:
         """All that an update changes: this rank's weights (under the parameter's name) and optimizer state."""
@@ -227,7 +234,7 @@ class Trainer:
         self._mode(training=False)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
-            batches = [batch.to(self.device) for batch in batches]
+            batches = self.own(batches)
             losses = self.parallel.executor.run(self.parallel.program(len(batches), train=False), batches)
             if self.counts and losses:
                 sums[0] = torch.stack(losses).double().sum()
@@ -246,14 +253,18 @@ class Trainer:
         """Logits [B, L, V] of `batch`, without dropout. Collective: every rank takes part."""
         self._mode(training=False)
         program = self.parallel.program(1, train=False)
+        (own,) = self.own([batch])
         with torch.no_grad():
-            found = self.parallel.executor.run(program, [batch.to(self.device)], logits=True)
+            found = self.parallel.executor.run(program, [own], logits=True)
         if self.parallel.stages is None:
-            return found[0]
-        shape, dtype = (*batch.ids.shape, self.job.model.vocab), self.parallel.policy.params
-        logits = found[0].contiguous() if found else torch.empty(shape, dtype=dtype, device=self.device)
-        broadcast(logits, self.parallel.stages.where[0][-1], self.pipeline, "sample").wait()
-        return logits
+            logits = found[0]
+        else:
+            shape, dtype = (*own.ids.shape, self.job.model.vocab), self.parallel.policy.params
+            logits = found[0].contiguous() if found else torch.empty(shape, dtype=dtype, device=self.device)
+            broadcast(logits, self.parallel.stages.where[0][-1], self.pipeline, "sample").wait()
+        if own.context is None:
+            return logits
+        return whole(logits, own.context, batch.ids.shape[1], self.mesh.group("cp"), "sample")
 
     def agree(self, flag: bool) -> bool:
         """True on every rank when any rank says so."""

@@ -183,5 +183,5 @@ def norm_of(grads: Grads) -> float:
 def joined(batches: list[Batch]) -> Batch:
     """One batch of all sequences."""
     names = ("ids", "labels", "positions", "documents", "index")
-    parts = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    parts: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
     return Batch(step=batches[0].step, mixed=None, **parts)
