@@ -68,7 +68,7 @@ class _Placed(NamedTuple):
     place: int
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def between(placement: Placement, q_rank: int, k_rank: int | None, window: int | None) -> tuple[Block, ...]:
     """Blocks of ring rank `q_rank`'s queries and ring rank `k_rank`'s keys.
 
@@ -133,8 +133,8 @@ def _by_document(runs: Runs) -> dict[int, list[_Placed]]:
 
 def _document(asking: list[_Placed], keys: list[_Placed], window: int | None) -> Iterator[_Area]:
     reach = max(run.stop for run in asking) - min(run.start for run in keys)
-    near = window is None or reach <= window
-    if near and _tokens(asking) == _tokens(keys) and _in_order(asking) and _in_order(keys):
+    plain = window is None or reach <= window
+    if plain and _tokens(asking) == _tokens(keys) and _in_order(asking) and _in_order(keys):
         size = sum(run.stop - run.start for run in asking)
         yield _Area(asking[0].place, asking[0].place + size, keys[0].place, keys[0].place + size, "causal")
         return
@@ -142,7 +142,7 @@ def _document(asking: list[_Placed], keys: list[_Placed], window: int | None) ->
         area
         for some in asking
         for seen in keys
-        for area in (_plain(some, seen) if near or window is None else _windowed(some, seen, window))
+        for area in (_plain(some, seen) if window is None else _windowed(some, seen, window))
     ]
     yield from (area for area in areas if area.kind != "full")
     yield from _joined(area for area in areas if area.kind == "full")
@@ -180,6 +180,9 @@ def _plain(q: _Placed, k: _Placed) -> Iterator[_Area]:
 
 def _windowed(q: _Placed, k: _Placed, window: int) -> Iterator[_Area]:
     """Two runs of a document; only queries that see some key: from its first one to `window` - 1 behind its last."""
+    if q.stop - k.start <= window:
+        yield from _plain(q, k)
+        return
     stop = min(q.stop, k.stop - 1 + window)
     tile = min(TILE, window)
     for first in range(max(q.start, k.start), stop, tile):
@@ -190,8 +193,11 @@ def _windowed(q: _Placed, k: _Placed, window: int) -> Iterator[_Area]:
             yield from _plain(tokens, _Placed(inside, k.stop, k.place + inside - k.start))
         edge, edge_stop = max(k.start, first - window + 1), min(k.stop, last - window)
         if edge < edge_stop:
-            area = _area(q, k, (first, min(last, edge_stop - 1 + window)), (edge, edge_stop), "window")
-            yield area._replace(offset=window - (first - edge))
+            queries, offset = (first, min(last, edge_stop - 1 + window)), window - (first - edge)
+            if queries[1] - first <= offset:  # cut short by the end of the run of keys
+                yield _area(q, k, queries, (edge, edge_stop))
+            else:
+                yield _area(q, k, queries, (edge, edge_stop), "window")._replace(offset=offset)
 
 
 def _joined(areas: Iterable[_Area]) -> list[_Area]:

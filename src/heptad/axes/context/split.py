@@ -8,9 +8,9 @@ n tokens; the longer parts go to the ranks with the fewest tokens so far (ties: 
 two ranks never differ by more than one, so they are equal at the end of the padded row. Where a rank's part is odd, one
 of its chunks is a token longer: all early or all late ones, whichever leaves the busiest rank with less.
 
-Costs: O(documents · R) steps and O(L) memory a row; rows of one document are remembered. Sources: 2C chunks
-of a row: arXiv 2407.21783 §3.3.2; every document by itself: arXiv 2503.17924. Read next: `models/placement.py`,
-`blocks.py`.
+Costs: O(documents · R) steps and O(L) memory a row; the last few placements are remembered, so batches of one document
+a row cost a look at `documents`. Sources: 2C chunks of a row: arXiv 2407.21783 §3.3.2; every document by itself: arXiv
+2503.17924. Read next: `models/placement.py`, `blocks.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ def place(documents: Ints, ring: int, ulysses: int, split: str) -> Placement:
     degree = ring * ulysses
     padded = -(-length // degree) * degree
     order = split if ring > 1 else "contiguous"
-    placed = [_row(starts, padded, ring, order) for starts in _starts(documents, padded)]
-    return Placement(tuple(runs for runs, _ in placed), padded // ring, np.stack([index for _, index in placed]))
+    return _placed(tuple(_starts(documents, padded)), padded, ring, order)
+
+
+@lru_cache(maxsize=4)
+def _placed(starts: tuple[tuple[int, ...], ...], padded: int, ring: int, split: str) -> Placement:
+    """One object for all batches whose documents lie alike, so that what is derived from it is remembered too."""
+    rows = [_row(row, padded, ring, split) for row in starts]
+    return Placement(tuple(runs for runs, _ in rows), padded // ring, np.stack([index for _, index in rows]))
 
 
 def pairs(placement: Placement, window: int | None = None) -> Ints:
@@ -67,7 +73,7 @@ def _starts(documents: Ints, padded: int) -> list[tuple[int, ...]]:
     return found
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)
 def _row(starts: tuple[int, ...], padded: int, ring: int, split: str) -> tuple[tuple[Runs, ...], Ints]:
     """Runs of each ring rank of one row, and the token at each place [padded]."""
     bounds = list(pairwise((*starts, padded)))
