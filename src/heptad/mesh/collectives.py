@@ -203,6 +203,22 @@ def recv(tensor: Tensor, peer: int, group: Group, tag: int) -> Work:
     return Work([group.pg.recv([tensor], peer, tag)], keep=tensor)
 
 
+def shift(out: Tensor, inp: Tensor, group: Group, phase: str) -> Work:
+    """A hop of a ring: `inp` to the next rank, `out` from the previous one; sends S. `wait_sent` as for `send`.
+
+    Both directions start together: of a library whose sends wait for their receiver, no rank waits for another.
+    """
+    assert group.pg is not None and out.shape == inp.shape and out.is_contiguous() and inp.is_contiguous()
+    _record("send", group, phase, inp.nbytes)
+    up, down = (group.index + 1) % group.size, (group.index - 1) % group.size
+    if group.point_to_point:
+        tag = group.tag()
+        return Work([group.pg.recv([out], down, tag)], [group.pg.send([inp], up, tag)], keep=inp)
+    pairs = [(dist.isend, inp, up), (dist.irecv, out, down)]
+    handles = dist.batch_isend_irecv([dist.P2POp(op, x, group.ranks[at], group.pg) for op, x, at in pairs])
+    return Work(handles, handles, keep=inp)
+
+
 def barrier(group: Group, timeout_s: float) -> None:
     """Wait for every rank of the group; on gloo a late rank is named in the error."""
     if group.pg is None:

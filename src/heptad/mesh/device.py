@@ -53,6 +53,17 @@ class Mesh:
         assert self.layout.degree(axis) % size == 0, (axis, size)
         return self._make((axis,), size)
 
+    def strided(self, axis: str, step: int) -> Group:
+        """Every `step`-th rank along `axis` (a divisor of its degree), with communication of its own: a ring's hops
+
+        wait for no other traffic of the same ranks. Collective over all ranks: made here.
+        """
+        assert self.layout.degree(axis) % step == 0, (axis, step)
+        runs = [run[at::step] for run in self.layout.groups((axis,)) for at in range(step)]
+        mine = self._of(self.layout.group_name((axis,)), runs, {})
+        assert mine is not None
+        return mine
+
     def places(self, axis: str, places: tuple[int, ...]) -> Group | None:
         """The ranks at these places along `axis`, if this one is among them. Collective over all ranks: made here."""
         return self._of(axis, [tuple(run[at] for at in places) for run in self.layout.groups((axis,))], self._made)
