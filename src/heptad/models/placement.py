@@ -65,15 +65,3 @@ class Placement:
         places = np.empty_like(self.index)
         np.put_along_axis(places, self.index, np.arange(self.index.shape[1], dtype=np.int64)[None], axis=1)
         return places
-
-    @cached_property
-    def documents(self) -> tuple[Runs, ...]:
-        """Of each row one run a document, in natural order: how keys lie when one rank has all of them in order."""
-        return tuple(_whole(ranks) for ranks in self.runs)
-
-
-def _whole(ranks: tuple[Runs, ...]) -> Runs:
-    stops: dict[int, int] = {}
-    for run in (run for runs in ranks for run in runs):
-        stops[run.document_start] = max(run.stop, stops.get(run.document_start, 0))
-    return tuple(Run(start, stops[start], start) for start in sorted(stops))

@@ -69,14 +69,12 @@ class _Placed(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def between(placement: Placement, q_rank: int, k_rank: int | None, window: int | None) -> tuple[Block, ...]:
+def between(placement: Placement, q_rank: int, k_rank: int, window: int | None) -> tuple[Block, ...]:
     """Blocks of ring rank `q_rank`'s queries and ring rank `k_rank`'s keys.
 
-    k_rank None: all keys of the padded row in natural order (`Placement.inverse` brings them there). Remembered by the
-    placement's identity: each layer asks again, forward and backward.
+    Remembered by the placement's identity: each layer asks again, forward and backward.
     """
-    q_runs = tuple(ranks[q_rank] for ranks in placement.runs)
-    k_runs = placement.documents if k_rank is None else tuple(ranks[k_rank] for ranks in placement.runs)
+    q_runs, k_runs = (tuple(ranks[rank] for ranks in placement.runs) for rank in (q_rank, k_rank))
     return blocks(q_runs, k_runs, window)
 
 
@@ -84,7 +82,7 @@ def between(placement: Placement, q_rank: int, k_rank: int | None, window: int |
 def blocks(q_runs: tuple[Runs, ...], k_runs: tuple[Runs, ...], window: int | None) -> tuple[Block, ...]:
     """q_runs, k_runs: of each row of the batch, what the local queries and keys are, in the order in which they lie.
 
-    Each visible pair is in exactly one block. Any two sets of runs will do: another rank's, its own, all of a row.
+    Each visible pair is in exactly one block. Any two sets of runs will do, the same one too.
     """
     assert len(q_runs) == len(k_runs) and (window is None or window > 0)
     found: list[Block] = []
