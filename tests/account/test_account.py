@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.models.helpers import GPT, LLAMA, QWEN, packed
 from torch.utils.flop_counter import FlopCounterMode
 
-from heptad.account.flops import attention_flops, flops_per_token, mfu, model_flops, tokens_per_s
+from heptad.account.flops import attention_flops, flops_per_token, mfu, model_flops, pairs, tokens_per_s
 from heptad.account.parameters import by_role, multiplying, total
 from heptad.config.presets import model_preset
 from heptad.config.schema import ModelSection
+from heptad.models.batch import visible
 from heptad.models.decoder import Decoder
 from heptad.models.spec import param_specs
 
@@ -51,6 +53,21 @@ def test_c_124_attention_flops() -> None:
     assert attention_flops(section, [96, 32], "full") == 50_331_648 * (96**2 + 32**2) // 128**2
     assert model_flops(section, [96, 32], "causal") == 6 * multiplying(section) * 128 + 25_165_824 * 10 // 16
     assert flops_per_token(section, 128, "full") == 6 * multiplying(section) + 50_331_648 / 128
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 17, 32, 95, 96, 300])
+def test_c_124_a_window_leaves_the_pairs_that_its_mask_leaves(window: int | None) -> None:
+    """Packed documents too: every visible pair, the diagonal at half as without a window."""
+    lengths = [96, 1, 31]
+    near = sum(pairs(length, window) for length in lengths)
+    documents = torch.arange(3).repeat_interleave(torch.tensor(lengths)).view(1, -1)
+    assert int(visible(documents, window).sum()) == (near + sum(lengths)) / 2
+    section = ModelSection(layers=2, width=128, heads=8, head_dim=16, window=window)
+    assert attention_flops(section, lengths, "full") == 6 * 2 * 8 * 2 * 16 * near
+    assert attention_flops(section, lengths, "causal") * 2 == attention_flops(section, lengths, "full")
+    plain = section.model_copy(update={"window": None})
+    if window is None or window >= 96:
+        assert model_flops(section, lengths, "causal") == model_flops(plain, lengths, "causal")
 
 
 def test_c_124_mfu_never_passes_one_at_long_context() -> None:

@@ -48,6 +48,16 @@ def test_c_034_fewer_kv_heads_than_tensor_ranks_that_do_not_divide_them_is_one_c
         assert fields(f"layout.tp={tp}", "model.heads=12", f"model.kv_heads={kv_heads}", "model.head_dim=8") == []
 
 
+def test_a_window_as_long_as_the_sequences_says_what_would_be_shorter() -> None:
+    (problem,) = problems(load("debug", ["data.seq_len=48", "model.window=64"]))
+    assert (problem.field, problem.value) == ("model.window", 64)
+    assert problem.rule.endswith("no effect: a sequence of data.seq_len = 48 tokens has none that is 64 before another")
+    assert problem.fix == "remove it, or window <= 47, or a longer seq_len"
+    with pytest.raises(ConfigError, match=r"model.window = 0\n"):
+        load("debug", ["model.window=0"])
+    assert load("debug", ["model.window=none"]).model.window is None
+
+
 def test_a_job_with_something_of_everything_wrong(snapshot: Snapshot) -> None:
     sets = (
         "model.preset=lama3-8b",
@@ -108,6 +118,8 @@ def test_what_is_not_built_is_refused(option: str) -> None:
         ("model.rope_scaling.beta_fast", [
             "model.rope_scaling={kind='llama3', factor=8.0, original_max_positions=128, beta_fast=16.0}"]),
         ("model.rope_scaling.low_freq_factor", [
+        ("model.window", ["data.seq_len=128", "model.window=128"]),
+        ("model.window", ["data.seq_len=1", "model.window=1"]),
             "model.rope_scaling={kind='yarn', factor=8.0, original_max_positions=128, low_freq_factor=2.0}"]),
         ("layout.sequence_parallel", ["layout.sequence_parallel=true"]),
         ("layout.keep_gathered", ["layout.sequence_parallel=true", "layout.keep_gathered=true"]),
@@ -158,6 +170,7 @@ def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) 
         ["model.class=a.b:C", "model.options.depth=3"],
         ["layout.zero=1", "layout.prefetch=2", "layout.bucket_mb=0"],
         ["optimizer.name=sgd", "optimizer.momentum=0.5"],
+        ["data.seq_len=128", "model.window=127"],
         ["optimizer.roles.matrix=muon", "optimizer.muon_lr=0.1", "optimizer.betas=[0.9, 0.99]"],
         ["optimizer.name=muon", "optimizer.eps=1e-6"],
         ["optimizer.clip_norm=1e-3"],

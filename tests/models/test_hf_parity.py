@@ -1,4 +1,4 @@
-"""With weights copied over, logits equal HuggingFace's Llama, Qwen3 and GPT-2 in float64: no network, tiny odd sizes.
+"""With weights copied over, logits equal HuggingFace's Llama, Mistral, Qwen3 and GPT-2 in float64: tiny odd sizes.
 
 As they are to 1e-6 (of the largest logit, or of 1 where all are smaller: their norms and rotary tables compute in fp32,
 which alone moves a logit of 4 by 2.5e-6), to 1e-10 absolute once those casts are replaced here.
@@ -35,6 +35,8 @@ SECTIONS = {
         update={"rope_scaling": YARN.model_copy(update={"attention_factor": 1.25})}
     ),
     "qwen3": LLAMA.model_copy(update={"qk_norm": True, "norm_eps": 1e-6}),
+    "qwen3 with a window": LLAMA.model_copy(update={"qk_norm": True, "norm_eps": 1e-6, "window": 13}),
+    "mistral": LLAMA.model_copy(update={"window": 7}),
     "gpt2": GPT.model_copy(update={"layers": 3, "vocab": 101, "max_positions": 67}),
 }
 
@@ -46,7 +48,7 @@ def theirs_of(name: str, std: float = 0.15) -> Any:
         warnings.simplefilter("ignore")  # the library's own deprecations
         import transformers
 
-        model = _gpt2(transformers, section) if name == "gpt2" else _llama(transformers, section, name == "qwen3")
+        model = _gpt2(transformers, section) if name == "gpt2" else _llama(transformers, section, name)
     model = model.double().eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -56,7 +58,7 @@ def theirs_of(name: str, std: float = 0.15) -> Any:
     return model
 
 
-def _llama(transformers: Any, section: ModelSection, qwen: bool) -> nn.Module:
+def _llama(transformers: Any, section: ModelSection, name: str) -> nn.Module:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": section.rope_theta}
     scaling = section.rope_scaling
     if scaling is not None:
@@ -86,8 +88,11 @@ def _llama(transformers: Any, section: ModelSection, qwen: bool) -> nn.Module:
         "attention_bias": section.attention_bias,
         "attn_implementation": "sdpa",
     }
-    if qwen:
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    if name == "mistral":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=section.window))
+    if name.startswith("qwen3"):
+        slid = dict(use_sliding_window=section.window is not None, sliding_window=section.window, max_window_layers=0)
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **slid))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, mlp_bias=section.mlp_bias))
 
 

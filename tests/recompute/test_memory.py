@@ -34,6 +34,7 @@ FACTORS = NAMED | {
     "mode": tuple(MODES),
     "dropout": (0.0, 0.1),
     "documents": (False, True),
+    "window": (None, 3),
     "params": ("fp32", "bf16", "fp64"),
     "loss_chunk": ("auto", 5),
 }
@@ -46,7 +47,7 @@ def valid(item: Combination) -> bool:
 
 def job_of(item: Combination) -> Job:
     """The job of a combination."""
-    model = MODELS[item["model"]] | ATTENTION[item["attention"]] | {"dropout": item["dropout"]}
+    model = MODELS[item["model"]] | ATTENTION[item["attention"]] | {name: item[name] for name in ("dropout", "window")}
     layout = STREAMS[item["stream"]] | {"tp": item["tp"]}
     return memory_job(model, item["params"], MODES[item["mode"]], item["loss_chunk"], **layout)
 
@@ -70,12 +71,12 @@ def test_bytes_alive_after_every_action_are_predicted(tp: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_bytes_of_every_model_stream_mode_and_attention(tp: int, mode: str) -> None:
-    """All combinations of what the formula distinguishes; dtypes, documents and chunks in turn."""
+    """All combinations of what the formula distinguishes; dtypes, documents, windows and chunks in turn."""
     factors = NAMED | {"mode": (mode,), "tp": (tp,), "dropout": (0.0, 0.1)}
     items = []
     for place, item in enumerate(every(factors, valid)):
         rest = {"documents": place % 4 > 1, "params": ("fp32", "bf16", "fp64")[place % 3]}
-        items.append(item | rest | {"loss_chunk": ("auto", 5)[place % 5 == 0]})
+        items.append(item | rest | {"loss_chunk": ("auto", 5)[place % 5 == 0], "window": (None, 3)[place % 8 > 4]})
     assert_predicted(tp, items)
 
 

@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT | DROPPED | {"attention_bias": True},
     "qwen": QWEN | {"dropout": 0.1},
     "one kv head": {"kv_heads": 1},
+    "window": {"window": 4},
     "gpt tied": GPT | {"tied": True},
 }
 
