@@ -25,7 +25,7 @@ C_117 = (
     "model.kv_heads=2",
     "model.layers=5",
     "layout.pp=2",
-    "data.seq_len=10",
+    "data.seq_len=3",
     "layout.cp=4",
 )
 
@@ -82,7 +82,6 @@ def test_a_job_with_something_of_everything_wrong(snapshot: Snapshot) -> None:
 
 
 UNBUILT = {
-    "layout.cp": "2",
     "layout.ep": "1",
     "layout.etp": "1",
     "precision.float8": "true",
@@ -118,9 +117,9 @@ def test_what_is_not_built_is_refused(option: str) -> None:
         ("model.rope_scaling.beta_fast", [
             "model.rope_scaling={kind='llama3', factor=8.0, original_max_positions=128, beta_fast=16.0}"]),
         ("model.rope_scaling.low_freq_factor", [
+            "model.rope_scaling={kind='yarn', factor=8.0, original_max_positions=128, low_freq_factor=2.0}"]),
         ("model.window", ["data.seq_len=128", "model.window=128"]),
         ("model.window", ["data.seq_len=1", "model.window=1"]),
-            "model.rope_scaling={kind='yarn', factor=8.0, original_max_positions=128, low_freq_factor=2.0}"]),
         ("layout.sequence_parallel", ["layout.sequence_parallel=true"]),
         ("layout.keep_gathered", ["layout.sequence_parallel=true", "layout.keep_gathered=true"]),
         ("layout.keep_gathered", ["layout.tp=2", "layout.keep_gathered=true"]),
@@ -132,6 +131,9 @@ def test_what_is_not_built_is_refused(option: str) -> None:
         ("layout.layers_per_stage", ["layout.layers_per_stage=[8]"]),
         ("layout.context", ["layout.context=ulysses"]),
         ("layout.cp_ulysses", ["layout.cp_ulysses=2"]),
+        ("layout.cp_ulysses", ["layout.cp=4", "layout.cp_ulysses=2"]),
+        ("layout.context_split", ["layout.context_split=contiguous"]),
+        ("layout.context_split", ["layout.cp=2", "layout.context=ulysses", "layout.context_split=contiguous"]),
         ("layout.bucket_mb", ["layout.engine=fsdp2", "layout.bucket_mb=5"]),
         ("train.loss_chunk", ["layout.engine=fsdp2", "train.loss_chunk=5"]),
         ("layout.prefetch", ["layout.engine=fsdp2", "layout.prefetch=2"]),
@@ -168,9 +170,9 @@ def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) 
     "sets",
     [
         ["model.class=a.b:C", "model.options.depth=3"],
+        ["data.seq_len=128", "model.window=127"],
         ["layout.zero=1", "layout.prefetch=2", "layout.bucket_mb=0"],
         ["optimizer.name=sgd", "optimizer.momentum=0.5"],
-        ["data.seq_len=128", "model.window=127"],
         ["optimizer.roles.matrix=muon", "optimizer.muon_lr=0.1", "optimizer.betas=[0.9, 0.99]"],
         ["optimizer.name=muon", "optimizer.eps=1e-6"],
         ["optimizer.clip_norm=1e-3"],
@@ -186,6 +188,11 @@ def test_c_120_an_option_without_effect_is_refused(field: str, sets: list[str]) 
         ["layout.tp=8", "layout.sequence_parallel=true", "layout.keep_gathered=true", "layout.dp_shard=2"],
         ["layout.tp=4", "model.mlp_width=167", "model.vocab=509"],
         ["layout.tp=4", "model.mlp_width=4", "model.vocab=4"],
+        ["layout.cp=3", "data.seq_len=11"],
+        ["layout.cp=4", "layout.context='ring+ulysses'", "layout.cp_ulysses=2"],
+        ["layout.cp=4", "layout.context=ulysses", "model.kv_heads=1", "layout.tp=1"],
+        ["layout.cp=2", "layout.context=gather", "layout.context_split=contiguous"],
+        ["layout.cp=2", "model.attention_dropout=0.1"],
         ["layout.pp=2"],
         ["layout.pp=8", "layout.dp_shard=2", "layout.tp=2", "layout.zero=3"],
         ["layout.pp=2", "layout.layers_per_stage=[3, 5]"],
@@ -245,15 +252,26 @@ def test_legal_jobs_pass(sets: list[str]) -> None:
         ("data.sources", "rename", ["data.sources=[{name='a', path='b'}, {name='a', path='c'}]"]),
         ("model.rope_scaling.low_freq_factor", "1 and 4", [
             "model.rope_scaling={kind='llama3', factor=8.0, original_max_positions=128, low_freq_factor=4.0}"]),
-        ("layout.cp_ulysses", "cp_ulysses = 2 or 4", [
+        ("layout.cp_ulysses", 'cp_ulysses = 2, or context = "ring"', [
             "layout.cp=4", "layout.context='ring+ulysses'", "layout.cp_ulysses=3"]),
-        ("layout.context", 'context = "ring"', ["layout.cp=16", "layout.context=ulysses"]),
+        ("layout.cp_ulysses", 'cp_ulysses = 2 or 3, or context = "ring"', [
+            "layout.cp=6", "layout.context='ring+ulysses'"]),
+        ("layout.cp_ulysses", 'cp_ulysses = 2, or context = "ulysses"', [
+            "layout.cp=4", "layout.context='ring+ulysses'", "layout.cp_ulysses=4"]),
+        ("layout.cp_ulysses", "such as 4", [
+            "layout.cp=3", "layout.context='ring+ulysses'", "layout.cp_ulysses=3"]),
+        ("layout.context", 'cp = 8, heads = 16, or context = "ring"', ["layout.cp=16", "layout.context=ulysses"]),
+        ("layout.context", 'cp = 2, heads = 16, or context = "ring"', [
+            "layout.cp=4", "layout.tp=4", "layout.context=ulysses"]),
+        ("layout.context", 'heads = 12, or context = "ring"', [
+            "layout.cp=6", "layout.context='ring+ulysses'", "layout.cp_ulysses=3", "layout.tp=4"]),
+        ("data.seq_len", "seq_len >= 4, or cp <= 3", ["layout.cp=4", "data.seq_len=3"]),
+        ("layout.engine", "cp = 1", ["layout.engine=fsdp2", "layout.cp=2"]),
         ("model.mlp_width", "mlp_width = 8, or tp = 2", ["layout.tp=8", "model.mlp_width=5"]),
         ("model.mlp_width", "mlp_width = 16 or 22, or tp = 4", ["layout.tp=8", "model.mlp_width=17"]),
         ("model.vocab", "vocab = 4, or tp = 2", ["layout.tp=4", "model.vocab=3"]),
         ("model.kv_heads", "kv_heads = 4 or 12", ["layout.tp=4", "model.heads=12", "model.kv_heads=6"]),
         ("model.attention", 'attention = "math"', ["model.attention=flash", "model.attention_dropout=0.1"]),
-        ("model.attention_dropout", "layout.cp = 1", ["layout.cp=2", "model.attention_dropout=0.1"]),
         ("layout.engine", 'engine = "heptad"', ["layout.engine=fsdp2", "layout.tp=2"]),
         ("recompute.layers", "leave 8, 9 out", ["recompute.mode=selective", "recompute.layers=[7, 9, 8]"]),
         ("recompute.layers", "keep one", ["recompute.mode=full", "recompute.layers=[7, 7]"]),

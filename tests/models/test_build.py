@@ -212,7 +212,7 @@ class Other(nn.Module):
         return [self.first, self.last]
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
 def test_a_class_whose_inside_is_not_known_is_not_cut(axis: str) -> None:
     job = Job.model_validate({"model": {"class": f"{__name__}:Other"}, "layout": {axis: 2}})
     with pytest.raises(ConfigError, match=rf"layout.{axis} = 2\n.*it is not known"):

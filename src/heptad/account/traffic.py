@@ -9,6 +9,7 @@ are equal, phase by phase:
 | forward, backward | gathers, reductions: `axes/data/cost.py` | buckets |
 | loss | sum of the losses, and whether a rank asks to stop | 16 (two fp64) |
 | forward, backward | the tensor axis's regions: `axes/tensor/cost.py` | the stream |
+| forward, backward | keys and values, or heads, of the context axis: `axes/context/cost.py` | K/V, or q, k, v |
 | forward, backward | outputs of stages and their gradients: `axes/pipeline/cost.py` | the stream |
 | shared | gradients that are a part only on each tensor rank | norms, shared kv heads |
 | shared | gradients of what several stages hold | tied tables; DualPipe: all |
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from heptad.axes.context import cost as context
 from heptad.axes.data import cost
 from heptad.axes.data.buckets import BucketSpec, part_width, plan_buckets, ranges_of, tiles_of, unit_uses
 from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, reductions, replica_axes, shard_axes
@@ -83,6 +85,8 @@ def step_traffic(
     runs = (microbatches,) * len(units) if stages is None else pipeline.unit_runs(stages, place)
     stream = _stream(job, dtypes)
     found += tensor.traffic(units, specs, stream, runs, recompute)
+    if layout.degree("cp") > 1:
+        found += context.traffic(units, specs, context.Sizes.of(job, dtypes), runs, recompute)
     found += updates * cost.parts_traffic(held.buckets, held.cuts[0], shards[1], layout.degree("tp"), reduce_bytes)
     replicas = cost.axis_sizes(layout, replica_axes(zero))
     widths = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
@@ -160,7 +164,8 @@ def buckets_of(
 
 def _stream(job: Job, dtypes: Dtypes) -> tensor.Sizes:
     """Sizes of what the tensor axis sends."""
-    layout, model, tokens = job.layout, job.model, job.train.micro_batch * job.data.seq_len
+    layout, model = job.layout, job.model
+    tokens = job.train.micro_batch * -(-job.data.seq_len // layout.cp)
     wide = 8 if dtypes.params == "fp64" else 4
     rows = -(-model.vocab // layout.tp)
     return tensor.Sizes(

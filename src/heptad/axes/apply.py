@@ -1,8 +1,9 @@
 """The one place where axes meet: from a job to what one rank runs.
 
 Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; the pipeline
-(which units are here); the tensor axis (what of each parameter is here, where the stream is cut); then the data axis,
-last of all, since it owns the storage of every parameter as the other axes have cut it.
+(which units are here); the tensor axis (what of each parameter is here, where the stream is cut); the context axis
+(which core attention has, on the heads that are left); then the data axis, since it owns the storage of every parameter
+as the other axes have cut it; recompute last, which wraps what there is.
 Read next: `program.py` (what a rank does, as data), `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
 """
 
@@ -13,12 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from heptad.axes.context.apply import cut_attention
+from heptad.axes.context.kernels import block_kernels
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.shard import Holders
 from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
 from heptad.axes.pipeline.transport import Transport
 from heptad.axes.program import recomputed, stages_of, step_program
 from heptad.axes.tensor.apply import cut_model
+from heptad.config.context import degrees
+from heptad.config.recompute import keeps_scores
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
 from heptad.mesh.device import Mesh
@@ -61,7 +66,7 @@ class Parallel:
 
 def wanted_groups(zero: int) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
-    return [LOSS_AXES, shard_axes(zero), replica_axes(zero), holder_axes(zero), ("tp",), ("pp",)]
+    return [LOSS_AXES, shard_axes(zero), replica_axes(zero), holder_axes(zero), ("cp",), ("tp",), ("pp",)]
 
 
 def _holders(job: Job, mesh: Mesh, model: Model, stages: Stages | None) -> Holders:
@@ -80,6 +85,17 @@ def _holders(job: Job, mesh: Mesh, model: Model, stages: Stages | None) -> Holde
     own = along[mesh.layout.coords(mesh.rank)["pp"]]
     shared = {places: found for places, found in groups.items() if found is not None and places in own.groups()}
     return Holders(mesh.group(*holder_axes(section.zero)), held, group.index, sums, own, shared)
+
+
+def _context(job: Job, mesh: Mesh, model: Model, policy: Policy) -> None:
+    """The context axis: core attention of every block, over the ring and over the neighbours that deal heads."""
+    section = job.layout
+    if section.cp == 1:
+        return
+    _, dealt = degrees(section)
+    ring, ulysses = mesh.strided("cp", dealt), mesh.neighbours("cp", dealt)
+    kernels = block_kernels(job.model, mesh.device, policy.params)
+    cut_attention(model, ring, ulysses, section.context == "gather", job.model, kernels)
 
 
 def _transport(job: Job, mesh: Mesh, engine: DataEngine, stages: Stages, dtype: torch.dtype) -> Transport:
@@ -113,6 +129,7 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
     else:
         shards, replicas = mesh.group(*shard_axes(zero)), mesh.group(*replica_axes(zero))
         holders = _holders(job, mesh, model, stages)
+        _context(job, mesh, model, policy)
         seed, bucket_mb = job.train.seed, job.layout.bucket_mb
         engine = DataEngine(model, zero, shards, replicas, holders, policy, device, bucket_mb, seed)
         if stages is not None:
@@ -120,7 +137,7 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
     recompute = recomputed(job, model.unit_specs, stages)
     if job.recompute.mode == "selective":
         kinds = [unit.kind for unit in model.unit_specs]
-        drop_parts(model, job.model, chosen("selective", job.recompute.layers, kinds))
+        drop_parts(model, keeps_scores(job.model, job.layout), chosen("selective", job.recompute.layers, kinds))
     backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
     mover = Mover(model, device) if job.offload.activations == "cpu" else None
     executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger, mover, transport)

@@ -1,16 +1,16 @@
 """Every rule that needs more than one field of a job, in one pass, so that a job is repaired in one go.
 
-A file for each kind of rule: arithmetic of sizes and degrees (`sizes.py`, of stages `pipeline.py`, of one without a
-flush `pipedream.py`), the optimizer (`optimizer.py`), which blocks are recomputed (`recompute.py`), options whose axis
-is not built yet (`unbuilt.py`), options that would have no effect in this job (`effect.py`). A job is checked as it was
-loaded (a model preset is expanded here), before anything is derived and before any process starts. Whether a pipeline's
-schedule can do these numbers is its generator's to say: `axes/pipeline/legal.py` adds that, and is what every verb
-calls.
+A file for each kind of rule: arithmetic of sizes and degrees (`sizes.py`, of the context axis `context.py`, of stages
+`pipeline.py`, of one without a flush `pipedream.py`), the optimizer (`optimizer.py`), which blocks are recomputed
+(`recompute.py`), options whose axis is not built yet (`unbuilt.py`), options that would have no effect in this job
+(`effect.py`). A job is checked as it was loaded (a model preset is expanded here), before anything is derived and
+before any process starts. Whether a pipeline's schedule can do these numbers is its generator's to say:
+`axes/pipeline/legal.py` adds that, and is what every verb calls.
 """
 
 from __future__ import annotations
 
-from heptad.config import effect, optimizer, pipedream, pipeline, recompute, sizes, unbuilt
+from heptad.config import context, effect, optimizer, pipedream, pipeline, recompute, sizes, unbuilt
 from heptad.config.presets import cluster_table, expand
 from heptad.config.schema import Job
 from heptad.errors import ConfigError, Problem
@@ -30,6 +30,7 @@ def problems(job: Job) -> list[Problem]:
     except ConfigError as error:
         found += error.problems
     found += sizes.problems(job, model, devices_per_node)
+    found += context.problems(job, model)
     found += pipeline.problems(job, model)
     found += pipedream.problems(job, model)
     found += optimizer.problems(job.optimizer, job.train.steps)

@@ -32,7 +32,7 @@ def summary(job: Job, figures: Mapping[str, int], *more: str) -> str:
         frozen = f", {human_count(trainable)} trainable" if trainable != total else ""
         lines.append(f"parameters        {total:,} ({human_count(total)}{frozen})")
     if job.recompute.mode != "none":
-        lines.append(f"recompute         {job.recompute.mode}: a block drops {dropped(job.recompute, job.model)}")
+        lines.append(f"recompute         {job.recompute.mode}: a block drops {dropped(job)}")
     lines += more
     lines += [f"[{name}]".ljust(18) + ", ".join(options) for name, options in _changed(job).items()]
     return "\n".join(lines)

@@ -62,11 +62,6 @@ def _layout(job: Job) -> Iterator[Problem]:
     if layout.pp == 1:
         why = "there is no pipeline (pp = 1)"
         yield from idle("layout", layout, ("schedule", "vpp", "layers_per_stage"), why, "pp > 1")
-    if layout.cp == 1:
-        yield from idle("layout", layout, ("context", "cp_ulysses"), "the sequence is whole (cp = 1)", "cp > 1")
-    elif layout.context != "ring+ulysses":
-        why = f'it is the inner factor of "ring+ulysses", but context is "{layout.context}"'
-        yield from idle("layout", layout, ("cp_ulysses",), why, 'context = "ring+ulysses"')
     if layout.tp == 1:
         names = ("sequence_parallel", "keep_gathered")
         yield from idle("layout", layout, names, "there is no tensor axis (tp = 1)", "tp > 1")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from heptad.config.effect import idle
-from heptad.config.schema import Job, ModelSection, RecomputeSection
+from heptad.config.schema import Job, LayoutSection, ModelSection, RecomputeSection
 from heptad.errors import Problem
 
 
@@ -53,14 +53,21 @@ def forms_scores(model: ModelSection) -> bool:
     return model.attention == "math" or (model.attention == "auto" and model.attention_dropout > 0)
 
 
-def dropped(section: RecomputeSection, model: ModelSection) -> str:
+def keeps_scores(model: ModelSection, layout: LayoutSection) -> bool:
+    """Whether a block's graph holds them; attention of a cut sequence forms its scores again, a block at a time."""
+    return forms_scores(model) and layout.cp == 1
+
+
+def dropped(job: Job) -> str:
     """What a recomputed block does not keep, in words; "" under mode "none"."""
+    section = job.recompute
     if section.mode == "none":
         return ""
     if section.mode == "full":
-        size = "" if section.segment == 1 else f" of every {segment_size(section, model.layers)}th block"
+        size = "" if section.segment == 1 else f" of every {segment_size(section, job.model.layers)}th block"
         return f"everything but the input{size}"
-    return "attention's scores and probabilities" if forms_scores(model) else "the MLP's activation"
+    scores = keeps_scores(job.model, job.layout)
+    return "attention's scores and probabilities" if scores else "the MLP's activation"
 
 
 def segment_size(section: RecomputeSection, layers: int) -> int:

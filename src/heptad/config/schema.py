@@ -122,6 +122,7 @@ class LayoutSection(Section):
     schedule: str = "1f1b"
     context: Literal["ring", "ulysses", "ring+ulysses", "gather"] = "ring"
     cp_ulysses: int = Field(default=1, ge=1)
+    context_split: Literal["zigzag", "contiguous"] = "zigzag"
     sequence_parallel: bool = False
     keep_gathered: bool = False
     bucket_mb: float = Field(default=1.0, ge=0)

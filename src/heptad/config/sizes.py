@@ -1,6 +1,6 @@
 """Arithmetic of a job: which sizes divide which degrees. Each problem says the numbers and the nearest legal values.
 
-Symbols as in the design: T tensor degree, C context degree. The pipeline's sizes are `pipeline.py`'s.
+The pipeline's sizes are `pipeline.py`'s, the context axis's `context.py`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 def problems(job: Job, model: ModelSection, devices_per_node: int | None) -> Iterator[Problem]:
     """`model` is the section with its preset filled in; `devices_per_node` None means as many as the layout needs."""
     yield from _model(job, model)
-    yield from _attention(job, model)
+    yield from _attention(model)
     yield from _world(job, devices_per_node)
     yield from _layout(job, model)
     yield from _precision(job)
@@ -41,10 +41,11 @@ def around(value: int, step: int) -> str:
 
 def divisors_near(number: int, value: int) -> str:
     """The divisors of `number` next to `value`, at most one on each side: '2 or 3'."""
-    return _nearest_two(_divisors(number), value)
+    return _nearest_two(divisors(number), value)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
     return [item for item in range(1, number + 1) if number % item == 0]
 
 
@@ -88,15 +89,12 @@ def _scaling(model: ModelSection) -> Iterator[Problem]:
         yield Problem("model.rope_scaling.beta_slow", scaling.beta_slow, rule, "e.g. 1 and 32, as the paper has")
 
 
-def _attention(job: Job, model: ModelSection) -> Iterator[Problem]:
-    """Dropped attention weights are chosen one by one, so the weights must be formed, and whole sequences of them."""
-    dropout, cp = model.attention_dropout, job.layout.cp
+def _attention(model: ModelSection) -> Iterator[Problem]:
+    """Dropped attention weights are chosen one by one, so the weights must be formed."""
+    dropout = model.attention_dropout
     if dropout and model.attention == "flash":
         rule = f"flash attention never forms the weights that attention_dropout = {dropout:g} would drop"
         yield Problem("model.attention", "flash", rule, 'attention = "math" or "auto", or attention_dropout = 0')
-    if dropout and cp > 1:
-        rule = f"a cut sequence (cp = {cp}) attends without forming the weights that would be dropped"
-        yield Problem("model.attention_dropout", dropout, rule, "attention_dropout = 0, or layout.cp = 1")
 
 
 def _names(class_: str) -> list[str]:
@@ -134,7 +132,6 @@ def _layout(job: Job, model: ModelSection) -> Iterator[Problem]:
         rule = f"order names each of {', '.join(AXES)} once, outermost first, joined by '-'"
         yield Problem("layout.order", layout.order, rule, f'e.g. order = "{"-".join(AXES)}"')
     yield from _tensor(layout, model)
-    yield from _context(job, model)
     block, experts = layout.dp_shard * layout.cp * layout.tp, layout.ep * layout.etp
     if block % experts:
         rule = f"ep × etp = {experts} divides dp_shard × cp × tp = {block}, from which expert ranks are carved"
@@ -174,11 +171,11 @@ def _tensor(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
 
 def _kv_fix(tp: int, heads: int, kv_heads: int) -> str:
     """Degrees that suit these heads, and kv heads that suit this degree."""
-    fits = [item for item in _divisors(heads) if kv_heads % item == 0 or item % kv_heads == 0]
+    fits = [item for item in divisors(heads) if kv_heads % item == 0 or item % kv_heads == 0]
     best = sorted(sorted(fits, key=lambda item: abs(item - tp))[:2])
     fix = f"tp = {' or '.join(map(str, best))} (heads = {heads})"
     if heads % tp == 0:
-        others = [item for item in _divisors(heads) if tp % item == 0 or item % tp == 0]
+        others = [item for item in divisors(heads) if tp % item == 0 or item % tp == 0]
         fix += f", or kv_heads = {_nearest_two(others, kv_heads)}"
     return fix
 
@@ -194,7 +191,7 @@ def _rows(field: str, rows: int, tp: int, heads: int) -> Iterator[Problem]:
         rule = f"each of the tp = {tp} ranks holds a row, but with {part} rows a rank {-(-rows // part)} ranks hold all"
     below = [item for item in range(1, rows) if holds_rows(item, tp)][-1:]
     above = next(item for item in range(rows, rows + tp * tp) if holds_rows(item, tp))
-    degree = max(item for item in _divisors(heads) if item < tp and holds_rows(rows, item))
+    degree = max(item for item in divisors(heads) if item < tp and holds_rows(rows, item))
     sizes = " or ".join(map(str, [*below, above]))
     yield Problem(field, rows, rule, f"{key} = {sizes}, or tp = {degree}")
 
@@ -202,27 +199,6 @@ def _rows(field: str, rows: int, tp: int, heads: int) -> Iterator[Problem]:
 def holds_rows(rows: int, tp: int) -> bool:
     """Whether each of `tp` ranks holds at least one of `rows` rows, ceil(rows / tp) a rank and the last ones fewer."""
     return (tp - 1) * -(-rows // tp) < rows
-
-
-def _context(job: Job, model: ModelSection) -> Iterator[Problem]:
-    layout, seq_len = job.layout, job.data.seq_len
-    if layout.cp == 1:
-        return
-    cp, chunks = layout.cp, layout.cp if layout.context in ("ulysses", "gather") else 2 * layout.cp
-    if seq_len % chunks:
-        balanced = ", two chunks a rank for balance" if chunks > cp else ""
-        rule = f"{chunks} equal chunks make a sequence (cp = {cp}{balanced}): {seq_len} % {chunks} = {seq_len % chunks}"
-        yield Problem("data.seq_len", seq_len, rule, f"seq_len = {around(seq_len, chunks)}")
-    inner = {"ulysses": cp, "ring+ulysses": layout.cp_ulysses}.get(layout.context)
-    if inner is None:
-        return
-    if cp % inner:
-        rule = f"cp_ulysses divides cp ({cp} % {inner} = {cp % inner})"
-        yield Problem("layout.cp_ulysses", inner, rule, f"cp_ulysses = {divisors_near(cp, inner)}")
-    if model.heads % (inner * layout.tp):
-        rule = f"ulysses deals heads over {inner} ranks × tp = {layout.tp}, but heads = {model.heads}"
-        fix = f'heads = {around(model.heads, inner * layout.tp)}, or context = "ring"'
-        yield Problem("layout.context", layout.context, rule, fix)
 
 
 def _precision(job: Job) -> Iterator[Problem]:
@@ -265,7 +241,7 @@ def _batch(job: Job) -> Iterator[Problem]:
         if batch % data_ranks == 0:
             fixes.append(f"micro_batch = {divisors_near(batch // data_ranks, micro_batch)}")
         yield Problem("train.global_batch", batch, rule, ", or ".join(fixes))
-    chunk, tokens = job.train.loss_chunk, micro_batch * job.data.seq_len // job.layout.cp
+    chunk, tokens = job.train.loss_chunk, micro_batch * -(-job.data.seq_len // job.layout.cp)
     if isinstance(chunk, int) and chunk > tokens:
         rule = f"a chunk of the loss is a part of a micro-batch, which has {tokens} tokens on a rank"
         yield Problem("train.loss_chunk", chunk, rule, f'loss_chunk <= {tokens} (all at once), or "auto"')

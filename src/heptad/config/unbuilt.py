@@ -11,7 +11,6 @@ from heptad.config.schema import Job
 from heptad.errors import Problem
 
 TABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("layout.cp", (1,), "the context axis"),
     ("layout.ep", (1,), "the expert axis"),
     ("layout.etp", (1,), "the expert axis"),
     ("precision.float8", (False,), "float8"),

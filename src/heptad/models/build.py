@@ -91,6 +91,9 @@ def _check_own(job: Job) -> None:
     if job.layout.tp > 1:
         rule = f"of {job.model.class_} it is not known which linears to cut, and how"
         raise ConfigError.of("layout.tp", job.layout.tp, rule, f"tp = 1, {base}")
+    if job.layout.cp > 1:
+        rule = f"of {job.model.class_} it is not known where a token looks at others"
+        raise ConfigError.of("layout.cp", job.layout.cp, rule, f"cp = 1, {base}")
     if job.layout.pp > 1:
         rule = f"of {job.model.class_} it is not known what passes from one unit to the next"
         raise ConfigError.of("layout.pp", job.layout.pp, rule, f"pp = 1, {base}")

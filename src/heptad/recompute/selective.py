@@ -2,9 +2,10 @@
 
 Where attention forms scores ("math"), that part is core attention: scores, softmax, dropout and the weighted sum,
 5·B·H·L² elements and more of a block; kept are q, k and v, and the core runs again when its backward comes. With flash
-attention no scores exist, and the part is the MLP's activation: kept are gate and up, and act(gate)·up, which `down`
-reads, is made again for its weight gradient and for the activation's own backward. Dropout is keyed, so the same
-elements drop again. Cost: the core's (or the activation's) forward once more; matmuls of parameters never.
+attention, and of a sequence that context ranks cut, no scores are kept, and the part is the MLP's activation: kept are
+gate and up, and act(gate)·up, which `down` reads, is made again for its weight gradient and for the activation's own
+backward. Dropout is keyed, so the same elements drop again. Cost: the core's (or the activation's) forward once more;
+matmuls of parameters never.
 Source: Korthikanti et al., arXiv 2205.05198, §5. Read next: `policy.py`, `models/parallel.py` (`activated`).
 """
 
@@ -15,8 +16,6 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heptad.config.recompute import forms_scores
-from heptad.config.schema import ModelSection
 from heptad.errors import ConfigError
 from heptad.models.attention import Core
 from heptad.models.batch import Batch
@@ -25,8 +24,9 @@ from heptad.models.decoder import Block
 from heptad.models.dropout import Dropout
 
 
-def drop_parts(model: Model, section: ModelSection, units: Sequence[int]) -> None:
-    """Sets the seams of these units' blocks. After everything else that sets `Attention.core`.
+def drop_parts(model: Model, scores: bool, units: Sequence[int]) -> None:
+    """Sets the seams of these units' blocks. After everything else that sets `Attention.core`. scores: their graphs
+    hold attention's scores.
 
     Raises ConfigError for a class whose blocks are not the decoder's: which part of them is large is not known.
     """
@@ -36,7 +36,7 @@ def drop_parts(model: Model, section: ModelSection, units: Sequence[int]) -> Non
             rule = f"which part of {type(block).__name__} is large and cheap is not known"
             fix = 'mode = "full", of which a block keeps its input alone'
             raise ConfigError.of("recompute.mode", "selective", rule, fix)
-        if forms_scores(section):
+        if scores:
             block.attention.core = again(block.attention.core)
         else:
             block.mlp.reruns = True
