@@ -306,19 +306,29 @@ Marks = list[dict[int, float]]
 def _whole_marks(reports: Sequence[RankReport], step: int, sequence: bool) -> list[tuple[int, Marks]]:
     """Each rank's data rank and fingerprints of whole outputs.
 
-    sequence: tensor ranks have rows of each, so theirs are added up; the last unit's output, the loss, is whole on all.
+    Context ranks have rows of each, with `sequence` tensor ranks too: theirs are added up. The last unit's output is
+    the loss of own tokens: context ranks' are added up, tensor ranks all have it.
     """
-    found = [((report.data_rank, report.coords["pp"]), report.steps[step - 1].outputs) for report in reports]
-    if not sequence:
-        return [(rank, marks) for (rank, _), marks in found]
+    found = [(_place(report), report.steps[step - 1].outputs) for report in reports]
     last = max(unit for _, marks in found for units in marks for unit in units)
-    same = {place: [marks for other, marks in found if other == place] for place, _ in found}
 
-    def whole(place: tuple[int, int], at: int, units: dict[int, float]) -> dict[int, float]:
-        parts = [marks[at] for marks in same[place]]
-        return {unit: own if unit == last else sum(part[unit] for part in parts) for unit, own in units.items()}
+    def whole(place: tuple[int, int, int], at: int, unit: int) -> float:
+        data_rank, pp, tp = place
+        same = [
+            marks[at][unit]
+            for other, marks in found
+            if other[:2] == (data_rank, pp) and (other[2] == tp or (sequence and unit != last))
+        ]
+        return sum(same) ** 2 if unit == last else sum(same)
 
-    return [(place[0], [whole(place, at, units) for at, units in enumerate(marks)]) for place, marks in found]
+    return [
+        (place[0], [{unit: whole(place, at, unit) for unit in units} for at, units in enumerate(marks)])
+        for place, marks in found
+    ]
+
+
+def _place(report: RankReport) -> tuple[int, int, int]:
+    return report.data_rank, report.coords["pp"], report.coords["tp"]
 
 
 def _relative(value: float, right: float) -> float:

@@ -5,11 +5,12 @@ the last parameter to the first, norm, parameters after the update). The axis: t
 turned off, one by one, and what heals is guilty; if no single one does, pairs; if no pair does, as few as possible. A
 layout with every axis off that still differs has its fault in the model or in the optimizer.
 
-Turned off: dp_replicate and dp_shard -> 1 (the global batch stays, by more accumulation), tp -> 1 and with it sequence
-parallelism (and with that keep_gathered), pp -> 1 with all options of the pipeline, schedule -> gpipe on the same
-stages, zero -> 0, accumulation -> 1 (larger micro-batches; a schedule that needs several becomes gpipe), prefetch -> 0,
-recompute and offloaded activations -> none, compile -> false, attention -> the other kind, engine -> heptad. Cost: one
-short run of the layout each.
+Turned off: dp_replicate and dp_shard -> 1 (the global batch stays, by more accumulation), cp -> 1 with all options of
+the context axis, context -> gather, context_split -> contiguous, tp -> 1 and with it sequence parallelism (and with
+that keep_gathered), pp -> 1 with all options of the pipeline, schedule -> gpipe on the same stages, zero -> 0,
+accumulation -> 1 (larger micro-batches; a schedule that needs several becomes gpipe), prefetch -> 0, recompute and
+offloaded activations -> none, compile -> false, attention -> the other kind, engine -> heptad. Cost: one short run of
+the layout each.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from itertools import combinations
 from heptad.axes.pipeline.generate import generate
 from heptad.axes.pipeline.generate import problems as schedule_problems
 from heptad.axes.program import microbatches_of
+from heptad.config.context import cuts_for_balance
 from heptad.config.schema import Job, LayoutSection, RecomputeSection, Section
 from heptad.verify.compare import Comparison, Difference
 
 DATA = ("dp_replicate", "dp_shard")
+CONTEXT = ("context_split", "context", "cp")
 TENSOR = ("keep_gathered", "sequence_parallel", "tp")
 PIPELINE = ("pp",)
 POLICIES = ("schedule", "accumulation", "zero", "engine", "offload", "recompute", "attention", "compile", "prefetch")
-AXES = (*DATA, *TENSOR, *PIPELINE, *POLICIES)
+AXES = (*DATA, *CONTEXT, *TENSOR, *PIPELINE, *POLICIES)
 """In the order they are blamed when turning off any of several heals: what communicates first, policies last; of those
 that take others with them, the most special first."""
 
@@ -52,6 +55,9 @@ def present(job: Job) -> list[str]:
     on = {
         "dp_replicate": layout.dp_replicate > 1,
         "dp_shard": layout.dp_shard > 1,
+        "context_split": cuts_for_balance(layout) and layout.context_split != "contiguous",
+        "context": layout.cp > 1 and layout.context != "gather",
+        "cp": layout.cp > 1,
         "keep_gathered": layout.keep_gathered,
         "sequence_parallel": layout.sequence_parallel,
         "tp": layout.tp > 1,
@@ -73,8 +79,10 @@ def without(job: Job, axes: Sequence[str]) -> Job:
     """`job` with `axes` turned off: the same global batch in the same order, the same model."""
     layout: dict[str, object] = {}
     changes: dict[str, Section] = {}
-    for axis in axes:
+    for axis in (axis for axis in AXES if axis in axes):
         layout |= _OFF.get(axis, {})
+    if "context" in axes and "cp" not in axes and job.layout.context == "ulysses":
+        layout["context_split"] = "contiguous"  # the order it has
     if "recompute" in axes:
         changes["recompute"] = RecomputeSection(mode="none")
     if "offload" in axes:
@@ -91,6 +99,9 @@ def without(job: Job, axes: Sequence[str]) -> Job:
 _OFF: dict[str, dict[str, object]] = {
     "dp_replicate": {"dp_replicate": 1},
     "dp_shard": {"dp_shard": 1},
+    "context_split": {"context_split": "contiguous"},
+    "context": {"context": "gather", "cp_ulysses": 1},
+    "cp": {"cp": 1, "context": "ring", "cp_ulysses": 1, "context_split": "zigzag"},
     "keep_gathered": {"keep_gathered": False},
     "sequence_parallel": {"sequence_parallel": False, "keep_gathered": False},
     "tp": {"tp": 1, "sequence_parallel": False, "keep_gathered": False},

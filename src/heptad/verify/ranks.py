@@ -1,8 +1,8 @@
 """What a rank does for `verify`: the job's own `Trainer`, watched. Nothing is changed but what a planted fault changes.
 
 Kept of each step: the loss and norm it reports, its pieces of every gradient (before clipping) and of every parameter
-after the update, a fingerprint of each unit's output (of its own rows, where the tensor axis cuts the stream), the
-ledger, and the bytes of live storages.
+after the update, a fingerprint of each unit's output (of its own rows, where tensor or context ranks cut the stream),
+the ledger, and the bytes of live storages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heptad.axes.context.take import PADDING
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.loader.loader import Loader
@@ -34,8 +35,9 @@ from heptad.verify.reference import fingerprint
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here; of the
-    units that ran here, all of them without a pipeline. grads: at the step's end; updates: of each update inside it."""
+    """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here, of the
+    last one the loss itself; of the units that ran here, all of them without a pipeline. grads: at the step's end;
+    updates: of each update inside it."""
 
     result: StepResult
     grads: list[Piece]
@@ -82,15 +84,25 @@ class Watched(Trainer):
         self, unit: int, inputs: Tensor | None, batch: Batch, taped: bool, sink: GradSink | None = None
     ) -> tuple[Tensor, Tape]:
         output, tape = self._forward(unit, inputs, batch, taped, sink)
-        self.outputs.setdefault(_first(batch), {}).setdefault(unit, fingerprint(self._real(output, batch)))
+        mark = fingerprint(self._real(output, batch)) if output.dim() else float(output.detach())
+        self.outputs.setdefault(self._numbers[id(batch)], {}).setdefault(unit, mark)
         return output, tape
 
+    def own(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Each part is known by the number of the whole one's first token: the same batch on another device is still
+        that batch."""
+        self._parts = super().own(batches)
+        self._numbers = {id(part): _first(batch) for part, batch in zip(self._parts, batches, strict=True)}
+        return self._parts
+
     def _real(self, output: Tensor, batch: Batch) -> Tensor:
-        """`output` without the rows that fill up a cut stream, whose values nobody reads; the loss has no rows."""
-        if not self.stream.sequence or not output.dim():
-            return output
-        start, stop = self.stream.own(batch.ids.numel())
-        return output[: stop - start]
+        """`output` without the rows that fill up a cut stream or a cut sequence, whose values nobody reads."""
+        if self.stream.sequence:
+            start, stop = self.stream.own(batch.ids.numel())
+            rows, index = output[: stop - start], batch.index.flatten()[start:stop]
+        else:
+            rows, index = output.flatten(0, 1), batch.index.flatten()
+        return rows if batch.context is None else rows[index != PADDING]
 
     def _update(self, step: int, summed: LossSum, num_targets: int) -> StepResult:
         self.engine.finish_grads()
@@ -109,7 +121,7 @@ class Watched(Trainer):
 
 
 def _first(batch: Batch) -> int:
-    """The global number of a batch's first token: the same batch on another device is still that batch."""
+    """The global number of a whole batch's first token."""
     return int(batch.index.flatten()[0])
 
 
