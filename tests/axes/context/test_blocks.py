@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.axes.context.test_split import degrees, documents_of, lengths, one_ro
 from heptad.axes.context import blocks as module
 from heptad.axes.context.blocks import TILE, Block, between, blocks, work
 from heptad.axes.context.split import pairs, place
-from heptad.models.placement import Ints, Placement
+from heptad.models.placement import Ints, Placement, Run, Runs
 
 
 def counted(some: Iterable[Block], shape: tuple[int, ...]) -> NDArray[np.int64]:
@@ -82,6 +83,44 @@ def test_the_blocks_of_all_hops_are_what_is_visible_each_pair_once(
     documents = same_length([rows[0]] * 3 if alike else rows)
     with mock.patch.object(module, "TILE", tile):
         check(documents, place(documents, *degree, split), window)
+
+
+@st.composite
+def shuffled(draw: st.DrawFn) -> tuple[Ints, list[list[Runs]]]:
+    """documents [2, L], and two sets of runs of each row: cut anywhere, lying anyhow, with tokens in common or not."""
+    documents = same_length([draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)) for _ in range(2)])
+    sets: list[list[Runs]] = [[], []]
+    size = draw(st.integers(1, documents.shape[1]))
+    for row in documents:
+        starts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist()]
+        cuts = sorted({*starts, *draw(st.lists(st.integers(0, len(row) - 1), max_size=5)), len(row)})
+        runs = [Run(a, b, max(start for start in starts if start <= a)) for a, b in pairwise(cuts)]
+        for each in sets:
+            each.append(_first(draw(st.permutations(runs)), size))
+    return documents, sets
+
+
+def _first(runs: list[Run], size: int) -> Runs:
+    """The first `size` tokens of these runs."""
+    found: list[Run] = []
+    for run in runs:
+        length = min(run.stop - run.start, size)
+        size -= length
+        if length:
+            found.append(run._replace(stop=run.start + length))
+    return tuple(found)
+
+
+@given(case=shuffled(), window=st.none() | st.integers(1, 20), tile=st.sampled_from([2, 3, TILE]))
+@settings(max_examples=200, deadline=None)
+def test_any_two_sets_of_runs_will_do(case: tuple[Ints, list[list[Runs]]], window: int | None, tile: int) -> None:
+    documents, (q_runs, k_runs) = case
+    queries, keys = (np.array([[t for run in row for t in range(*run[:2])] for row in rows]) for rows in case[1])
+    expected = visible(documents, queries, keys, window)
+    with mock.patch.object(module, "TILE", tile):
+        some = blocks.__wrapped__(tuple(q_runs), tuple(k_runs), window)
+        assert (counted(some, expected.shape) == expected).all()
+    assert work(some) == expected.sum()
 
 
 @pytest.mark.parametrize("window", [None, 300, 700])
@@ -158,3 +197,5 @@ def test_rows_cut_alike_are_one_block_and_others_are_not() -> None:
     placement = place(rows_of([8], [8], [4, 4], [8]), 2, 1, "zigzag")
     rows = [block.rows for block in between(placement, 0, 1, None)]
     assert rows == [(0, 2), (2, 3), (2, 3), (3, 4)]
+    one, other = blocks(((Run(4, 8, 0),),) * 2, ((Run(0, 2, 0),), (Run(0, 1, 0), Run(8, 9, 0))), None)
+    assert one == Block(0, 4, 0, 2, "full", (0, 1)) and other == Block(0, 4, 0, 1, "full", (1, 2))

@@ -138,9 +138,9 @@ def test_contiguous_gives_the_last_rank_almost_twice_the_mean(ring: int) -> None
 @pytest.mark.parametrize("length", [8192, 10007, 16384, 65536])
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_packed_documents_are_balanced_within_two_percent(length: int, ring: int) -> None:
-    """Plain order is at the mercy of where the long documents lie."""
+    """Far within; an odd part's longer chunk always late would be 1.01. Plain order: wherever long documents lie."""
     rows = [packed(length, seed) for seed in range(5)]
-    assert max(busiest(place(documents, ring, 1, "zigzag")) for documents in rows) <= 1.02
+    assert max(busiest(place(documents, ring, 1, "zigzag")) for documents in rows) <= 1.004
     assert max(busiest(place(documents, ring, 1, "contiguous")) for documents in rows) > 1.1
 
 
