@@ -1,13 +1,13 @@
 """A job made small enough to prove on a laptop, with the same structure: what can go wrong in it still can. No torch.
 
-Kept: every axis's degree, stage, engine, prefetch, sequence parallel, recompute, offload, compilation, kind of
-attention, tied head, norms, biases, dropout, frozen parameters, query heads per kv head, ranks that share a kv head,
-optimizer and its rules, clipping, how many units share a bucket (`bucket_mb` shrinks with the blocks), whether blocks
-are left out of recompute, and whether its segments and the loss's chunks are one or several. Shrunk: sizes, to
-distinct odd primes where the model allows (a prime divides by no degree, so every shard is uneven), and the number of
-blocks (`blocks.py`), sequences and micro-batches, to 3 where there are more; with a pipeline, stages and schedule are
-kept, with as many blocks and micro-batches as they need (`stages.py`). Raised: initial spread and learning
-rate, so that attention is not uniform and a stale parameter differs visibly. `notes` says all of it in words.
+Kept: every axis's degree, how a cut sequence attends, stage, engine, prefetch, sequence parallel, recompute, offload,
+compilation, kind of attention, tied head, norms, biases, dropout, frozen parameters, query heads per kv head, ranks
+that share a kv head, optimizer and its rules, clipping, how many units share a bucket (`bucket_mb` shrinks with the
+blocks), whether blocks are left out of recompute, and whether its segments and the loss's chunks are one or several.
+Shrunk: sizes, to distinct odd primes where the model allows (a prime divides by no degree, so every shard is uneven),
+and the number of blocks (`blocks.py`), sequences and micro-batches, to 3 where there are more; with a pipeline, stages
+and schedule are kept, with as many blocks and micro-batches as they need (`stages.py`). Raised: initial spread and
+learning rate, so that attention is not uniform and a stale parameter differs visibly. `notes` says all of it in words.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import count
 from math import isqrt
 from typing import Literal
 
+from heptad.config.context import degrees
 from heptad.config.schema import (
     DtypeName,
     Job,
@@ -57,7 +58,7 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
     notes = [f"precision: {params} parameters"]
     if full:
         return Shrunk(small, (*notes, "sizes as in the job (--full)"))
-    sizes, recompute = _sizes(job.layout.tp), job.recompute
+    sizes, recompute = _sizes(job.layout), job.recompute
     stages: tuple[int, ...] = ()
     if job.model.class_ is not None:
         model = job.model
@@ -68,7 +69,7 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
             layers = sum(stages)
         else:
             layers, recompute = shrink_blocks(job)
-        model = _model(job.model, layers, sizes, job.layout.tp)
+        model = _model(job.model, layers, sizes, job.layout)
         changed = [_change(job.model, model, name) for name in _SIZES]
         notes.append("model: " + ", ".join(change for change in changed if change))
     layout = _layout(job, model, precision)
@@ -83,7 +84,7 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
             "global_batch": data_ranks * microbatches * micro_batch,
             "micro_batch": micro_batch,
             "steps": max(steps, 2),
-            "loss_chunk": _loss_chunk(job, micro_batch * min(job.data.seq_len, sizes.seq_len)),
+            "loss_chunk": _loss_chunk(job, micro_batch * -(-min(job.data.seq_len, sizes.seq_len) // job.layout.cp)),
         }
     )
     seq_len = min(job.data.seq_len, sizes.seq_len)
@@ -132,7 +133,8 @@ def _shown(section: RecomputeSection) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Distinct odd primes that leave none of the tensor ranks without rows of the MLP and of the vocabulary."""
+    """Distinct odd primes that leave none of the tensor ranks without rows of the MLP and of the vocabulary, and none
+    of the context ranks without two chunks of a sequence."""
 
     mlp_width: int
     vocab: int
@@ -140,10 +142,11 @@ class _Sizes:
     positions: int
 
 
-def _sizes(tp: int) -> _Sizes:
+def _sizes(layout: LayoutSection) -> _Sizes:
+    tp, cp = layout.tp, layout.cp
     mlp_width = next(size for size in _primes(MLP_WIDTH, {WIDTH}) if holds_rows(size, tp))
     vocab = next(size for size in _primes(VOCAB, {WIDTH, mlp_width}) if holds_rows(size, tp))
-    seq_len = next(_primes(max(SEQ_LEN, tp), {WIDTH, mlp_width, vocab}))
+    seq_len = next(_primes(max(SEQ_LEN, tp * cp, 2 * cp), {WIDTH, mlp_width, vocab}))
     return _Sizes(mlp_width, vocab, seq_len, next(_primes(max(POSITIONS, seq_len + 1), {mlp_width, vocab})))
 
 
@@ -154,22 +157,24 @@ def _primes(start: int, taken: Set[int]) -> Iterator[int]:
             yield number
 
 
-def _heads(model: ModelSection, tp: int) -> tuple[int, int]:
-    """Query and kv heads that tensor ranks hold in the same way: as many ranks share a kv head, or each has whole ones.
+def _heads(model: ModelSection, layout: LayoutSection) -> tuple[int, int]:
+    """Query and kv heads that ranks hold in the same way: as many ranks share a kv head, or each has whole ones.
 
-    With several kv heads a rank before, several now, unless each serves many query heads.
+    Ranks are the tensor ranks and, for each, those that deal its heads. With several kv heads a rank before, several
+    now, unless each serves many query heads.
     """
     assert model.kv_heads is not None, "the job is resolved"
-    if model.kv_heads < tp:
+    ranks = layout.tp * degrees(layout)[1]
+    if model.kv_heads % ranks:
         return model.heads, model.kv_heads
     group = model.heads // model.kv_heads
-    kv_heads = tp * min(model.kv_heads // tp, 2 if group <= 4 else 1)
+    kv_heads = ranks * min(model.kv_heads // ranks, 2 if group <= 4 else 1)
     return kv_heads * group, kv_heads
 
 
-def _model(model: ModelSection, layers: int, sizes: _Sizes, tp: int) -> ModelSection:
+def _model(model: ModelSection, layers: int, sizes: _Sizes, layout: LayoutSection) -> ModelSection:
     assert model.head_dim is not None, "the job is resolved"
-    heads, kv_heads = _heads(model, tp)
+    heads, kv_heads = _heads(model, layout)
     return model.model_copy(
         update={
             "preset": None,
@@ -207,7 +212,7 @@ def _block_bytes(model: ModelSection, precision: PrecisionSection) -> int:
 
 def _loss_chunk(job: Job, tokens: int) -> int | Literal["auto"]:
     """Chunks of the loss of a micro-batch that now has `tokens` tokens: several, where there were several."""
-    setting, before = job.train.loss_chunk, job.train.micro_batch * job.data.seq_len
+    setting, before = job.train.loss_chunk, job.train.micro_batch * -(-job.data.seq_len // job.layout.cp)
     if job.layout.engine == "fsdp2":  # all logits at once
         return setting
     itemsize = BYTES_PER_ELEMENT["fp64" if job.precision.params == "fp64" else "fp32"]
