@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")  # as pyproject.toml: ranks are forked
-TESTED = {"collectives.py", "custom_model.py", "data.py", "pipeline.py", "tensor.py"}
+TESTED = {"collectives.py", "context.py", "custom_model.py", "data.py", "pipeline.py", "tensor.py"}
+AXES = ("context.py", "data.py", "pipeline.py", "tensor.py")
 
 
 def _run(script: str, *arguments: str) -> str:
@@ -23,7 +24,7 @@ def _run(script: str, *arguments: str) -> str:
 def test_every_example_is_tested_and_short() -> None:
     found = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
     assert set(found) == TESTED
-    assert max(found.values()) <= 120 and max(found[name] for name in ("data.py", "pipeline.py", "tensor.py")) <= 80
+    assert max(found.values()) <= 120 and max(found[name] for name in AXES) <= 80
 
 
 def test_collectives_prints_formula_ledger_and_wire() -> None:
@@ -68,6 +69,27 @@ def test_tensor_shows_what_each_rank_holds_and_sends() -> None:
     sent = [re.findall(r"sends +(\d+) × (\w+) tp \(backward\)", part) for part in (cut, kept)]
     assert sent[0] == [("20", "all_gather"), ("10", "reduce_scatter")]
     assert sent[1] == [("10", "all_gather"), ("10", "reduce_scatter")]
+
+
+def test_context_shows_which_tokens_each_rank_holds_and_what_it_sends() -> None:
+    parts = {part.split("\n")[0]: part for part in _run("context.py", "--ranks", "4").strip().split("\n\n")}
+    one, plain, zigzag, ulysses, both, gather, window = parts.values()
+    assert len({loss for part in parts.values() for loss in re.findall(r"loss (\S+)", part) if part != window}) == 1
+    for part in (plain, zigzag, ulysses, both, gather, window):
+        held = [re.findall(r"(\d+)(?:-(\d+))?", line) for line in re.findall(r"holds 16 tokens of a row: (.+)", part)]
+        tokens = [i for line in held for first, last in line for i in range(int(first), int(last or first) + 1)]
+        assert len(held) == 4 and sorted(tokens) == list(range(64))
+    work = [[int(n.replace(",", "")) for n in re.findall(r"([\d,]+) pairs", part)] for part in parts.values()]
+    assert all(sum(found) == work[0][0] for found in work[1:-1]) and sum(work[-1]) < work[0][0]
+    assert max(work[1]) > 2 * work[0][0] / 4 and all(max(found) <= 1.05 * work[0][0] / 4 for found in work[2:-1])
+    hops = r"sends +(\d+) × send cp \((\w+)\): ([\d,]+) B"
+    assert re.findall(hops, plain) == re.findall(hops, zigzag) == re.findall(hops, window)
+    assert [(int(count), phase) for count, phase, _ in re.findall(hops, zigzag)] == [(24, "backward"), (12, "forward")]
+    assert [(int(count), phase) for count, phase, _ in re.findall(hops, both)] == [(8, "backward"), (4, "forward")]
+    dealt = r"sends +(\d+) × all_to_all cp \((\w+)\)"
+    assert re.findall(dealt, ulysses) == re.findall(dealt, both) == [("8", "backward"), ("8", "forward")]
+    assert "all_to_all" not in gather and "× send" not in gather and "reduce_scatter cp (backward)" in gather
+    assert " cp (" not in one
 
 
 def test_pipeline_shows_each_rank_and_one_loss_under_every_schedule() -> None:
