@@ -45,10 +45,10 @@ class _GatherAttention(torch.autograd.Function):
         every, work = _gathered(kv, group)
         dq = torch.zeros_like(q, dtype=wide(q.dtype), memory_format=torch.contiguous_format)
         grads = torch.zeros_like(every, dtype=wide(kv.dtype))
-        local.backward(saved, kv, group.index, sum(local.halves(group.index), ()), dq, grads[group.index])
+        local.backward(saved, kv, group.index, local.blocks(group.index), dq, grads[group.index])
         work.wait()
         for source in _others(group):
-            local.backward(saved, every[source], source, sum(local.halves(source), ()), dq, grads[source])
+            local.backward(saved, every[source], source, local.blocks(source), dq, grads[source])
         work.wait_sent()
         own = torch.empty_like(kv, dtype=grads.dtype)
         work = reduce_scatter(own.view(-1), grads.view(-1), group, group.ledger.phase)

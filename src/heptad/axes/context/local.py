@@ -17,7 +17,7 @@ from torch import Tensor
 from heptad.axes.context.blocks import Block
 from heptad.axes.context.kernels import Kernels, Seen, edge_bias
 from heptad.axes.context.merge import Partial
-from heptad.axes.context.pieces import pieces
+from heptad.axes.context.pieces import halves, pieces
 from heptad.models.dropout import Dropout
 from heptad.models.placement import Placement
 
@@ -49,14 +49,18 @@ class Local:
     window: int | None
     drops: Drops | None
 
-    def halves(self, source: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-        """The blocks of own queries and ring rank `source`'s keys, in two lists of about the same work."""
+    def blocks(self, source: int) -> tuple[Block, ...]:
+        """Of own queries and ring rank `source`'s keys."""
         return pieces(self.placement, self.rank, source, self.window, self.kernels.tile)
+
+    def own_halves(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        """The blocks of own queries and own keys, in two lists of about the same work."""
+        return halves(self.placement, self.rank, self.window, self.kernels.tile)
 
     def forward(self, q: Tensor, kv: Tensor, source: int, total: Partial) -> None:
         """Adds own queries' attention to the keys of ring rank `source`."""
         k, v = kv
-        for block in (part for half in self.halves(source) for part in half):
+        for block in self.blocks(source):
             rows, queries, keys = _slices(block)
             one = q[rows, :, queries]
             seen = self._seen(block, one, source)

@@ -14,14 +14,18 @@ from heptad.models.placement import Placement
 
 
 @lru_cache(maxsize=256)
-def pieces(
-    placement: Placement, q_rank: int, k_rank: int, window: int | None, tile: int | None
+def pieces(placement: Placement, q_rank: int, k_rank: int, window: int | None, tile: int | None) -> tuple[Block, ...]:
+    """`between`, and in tiles unless `tile` is None. Remembered like it."""
+    whole = between(placement, q_rank, k_rank, window)
+    return whole if tile is None else tuple(_tiled(whole, tile))
+
+
+@lru_cache(maxsize=64)
+def halves(
+    placement: Placement, rank: int, window: int | None, tile: int | None
 ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """`between`, tiled unless `tile` is None, as two lists of about the same work. Remembered like `between`."""
-    first, second = halved(between(placement, q_rank, k_rank, window))
-    if tile is None:
-        return first, second
-    return tuple(_tiled(first, tile)), tuple(_tiled(second, tile))
+    """The `pieces` of a rank's queries and its own keys, as two lists of about the same work."""
+    return halved(pieces(placement, rank, rank, window, tile))
 
 
 def halved(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:

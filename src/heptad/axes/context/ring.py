@@ -90,14 +90,14 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=wide(q.dtype), memory_format=torch.contiguous_format)
         own = torch.zeros_like(kv, dtype=wide(kv.dtype))
         keys, grads, sent, coming = Ring(group), Ring(group), None, None
-        now, later = local.halves(group.index)
+        now, later = local.own_halves()
         for hop in range(group.size):
             arriving, source = _pass_on(keys, at_hand, hop, group), _source(group, hop)
             if hop == 0:
                 local.backward(saved, at_hand, source, now, dq, own)
             else:
                 term = grads.buffer(own).zero_()
-                local.backward(saved, at_hand, source, sum(local.halves(source), ()), dq, term)
+                local.backward(saved, at_hand, source, local.blocks(source), dq, term)
                 grads.wait()
                 if sent is not None and coming is not None:
                     term.add_(coming)
