@@ -31,11 +31,14 @@ def gated_forward(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 def gated_backward(name: str, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; the activation is formed again."""
-    ops, inner = torch.ops.aten, dy * up
+    return slope(name, gate, dy * up), dy * activation(name, gate)
+
+
+def slope(name: str, x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of x from that of `activation(name, x)`."""
     if name == "silu":
-        return ops.silu_backward(inner, gate), dy * activation(name, gate)
-    approximate = "tanh" if name == "gelu_tanh" else "none"
-    return ops.gelu_backward(inner, gate, approximate=approximate), dy * activation(name, gate)
+        return torch.ops.aten.silu_backward(dy, x)
+    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def activate(name: str, is_gated: bool) -> Activate:

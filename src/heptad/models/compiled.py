@@ -85,7 +85,7 @@ def compile_model(module: nn.Module, activation: str) -> None:
         if isinstance(child, RMSNorm):
             child.kernels = RMSKernels(partial(_rms_forward, kernels), partial(_rms_backward, kernels))
         elif isinstance(child, Mlp) and child.gate is not None:
-            child.activate = partial(_gated, kernels, activation)
+            child.activate, child.joined = partial(_gated, kernels, activation), None
         elif isinstance(child, Head):
             child.kernels = LossKernels(kernels.exponentials_, kernels.gradient_)
         elif isinstance(child, Attention) and isinstance(child.core, partial) and child.core.func is math_attention:

@@ -27,7 +27,7 @@ from heptad.models.dropout import Dropout
 from heptad.models.init import materialise
 from heptad.models.layers import Embedding
 from heptad.models.loss import LossKernels, TokenLoss, whole_logits
-from heptad.models.parallel import RowLinear, TokenTable, activated, columns
+from heptad.models.parallel import RowLinear, TokenTable, activated, columns, gated
 from heptad.models.rotary import Rotary
 
 Segment = Callable[[Tensor, Batch], Tensor]
@@ -59,7 +59,8 @@ class Mlp(nn.Module):
     """The stream -> the stream, its norm included, the residual not.
 
     gated: down(act(gate x) · up x) (Shazeer, arXiv 2002.05202); plain: down(act(up x)). reruns: gate and up are kept,
-    and the activation runs again in the backward.
+    and the activation runs again in the backward. joined: the activation of a gated one, which `down` takes on itself
+    where the backward is whole (None: never).
     """
 
     stream: Stream = SINGLE  # a seam, as is the attribute `activate`
@@ -69,6 +70,7 @@ class Mlp(nn.Module):
         super().__init__()
         width, inner, bias = section.width, section.mlp_width, section.mlp_bias
         self.activate: Activate = activate(section.activation, section.mlp == "gated")
+        self.joined = section.activation if section.mlp == "gated" else None
         self.norm = norm_of(section, width)
         self.gate = linear_of("gate", width, inner, bias) if section.mlp == "gated" else None
         self.up = linear_of("up", width, inner, bias)
@@ -80,6 +82,9 @@ class Mlp(nn.Module):
         parts = columns(self.norm(x), linears, self.stream, batch.ids.numel())
         if self.reruns:
             return activated(self.down, self.activate, parts)
+        tape = self.down.tape
+        if self.joined is not None and tape is not None and tape.sink is not None:
+            return gated(self.down, self.joined, *parts)
         out: Tensor = self.down(self.activate(*parts))
         return out
 

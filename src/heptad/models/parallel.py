@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heptad.mesh.regions import SINGLE, Stream
+from heptad.models.activation import activation, slope
 from heptad.models.layers import Embedding, Linear, link_of, trainable, write_linear
 from heptad.models.taps import Dys, GradSink, Tape
 
@@ -171,16 +172,23 @@ class _RowLinear(torch.autograd.Function):
 
 
 class Activated:
-    """A `RowLinear` behind `activate`, which keeps what `activate` reads instead of its own input."""
+    """A `RowLinear` behind `formed`, which keeps what `formed` reads instead of its own input."""
 
     tape: Tape | None = None
 
-    def __init__(self, linear: RowLinear, activate: Callable[..., Tensor]) -> None:
-        self.linear, self.activate = linear, activate
+    def __init__(self, linear: RowLinear, formed: Callable[..., Tensor]) -> None:
+        self.linear, self.formed = linear, formed
 
     def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
         """The linear's own; its input is made again."""
-        self.linear.write_weight_grads((self.activate(*saved),), dys, sink)
+        self.linear.write_weight_grads((self.formed(*saved),), dys, sink)
+
+    def link(self, tape: Tape, saved: Sequence[Tensor]) -> Tensor | None:
+        """What ties it into the graph, where the linear has anything to train."""
+        weight = self.linear.weight
+        if not trainable(weight) and not trainable(self.linear.bias):
+            return None
+        return link_of(tape, self, tuple(saved), saved[0], torch.Size((*saved[0].shape[:-1], weight.shape[1])))
 
 
 def activated(linear: RowLinear, activate: Callable[..., Tensor], parts: Sequence[Tensor]) -> Tensor:
@@ -192,11 +200,8 @@ def activated(linear: RowLinear, activate: Callable[..., Tensor], parts: Sequenc
     if tape is None:
         out: Tensor = linear(activate(*parts))
         return out
-    link, module = None, Activated(linear, activate)
-    if trainable(linear.weight) or trainable(linear.bias):
-        shape = torch.Size((*parts[0].shape[:-1], linear.weight.shape[1]))
-        link = link_of(tape, module, tuple(parts), parts[0], shape)
-    out = _Activated.apply(link, module, tape.sink, *parts)
+    module = Activated(linear, activate)
+    out = _Activated.apply(module.link(tape, parts), module, tape.sink, *parts)
     return out
 
 
@@ -205,7 +210,7 @@ class _Activated(torch.autograd.Function):
     def forward(ctx: Any, link: Tensor | None, module: Activated, sink: GradSink | None, *parts: Tensor) -> Tensor:
         ctx.module, ctx.sink, ctx.leading = module, sink, parts[0].shape[:-1]
         ctx.save_for_backward(*parts)
-        return module.linear.stream.reduce(module.linear.partial(module.activate(*parts))).wait()
+        return module.linear.stream.reduce(module.linear.partial(module.formed(*parts))).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,13 +219,50 @@ class _Activated(torch.autograd.Function):
         wanted, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         leaves = [part.detach().requires_grad_(need) for part, need in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
-            inner = module.activate(*leaves)
+            inner = module.formed(*leaves)
         wants = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(torch.autograd.grad(inner, wants, dy @ linear.weight.t()) if wants else ())
         if wanted and ctx.sink is not None:
             linear.write_weight_grads((inner.detach(),), (dy,), ctx.sink)
         passed = dy if wanted and ctx.sink is None else None
         return passed, None, None, *(next(found) if need else None for need in needed)
+
+
+def gated(linear: RowLinear, name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """linear(act(gate) · up) -> the stream, of [..., I] keeping gate, up and act(gate).
+
+    The product is made again in the backward: one multiplication an element, where plain autograd would keep it too.
+    Only where the backward is whole: W alone would hold act(gate) and up instead of their product.
+    """
+    assert linear.tape is not None and linear.tape.sink is not None
+    act, module = activation(name, gate.detach()), Activated(linear, torch.mul)
+    link = module.link(linear.tape, (act, up))
+    out: Tensor = _GatedDown.apply(gate, up, act, link, module, name, linear.tape.sink)
+    return out
+
+
+class _GatedDown(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, act: Tensor, link: Tensor | None, module: Activated, name: str,
+        sink: GradSink,
+    ) -> Tensor:  # fmt: skip
+        ctx.module, ctx.name, ctx.sink, ctx.leading = module, name, sink, gate.shape[:-1]
+        ctx.save_for_backward(gate, up, act)
+        return module.linear.stream.reduce(module.linear.partial(act * up)).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, act = ctx.saved_tensors
+        linear: RowLinear = ctx.module.linear
+        dy = linear.stream.gather(dy, ctx.leading.numel()).wait().reshape(*ctx.leading, -1)
+        dgate = dup = None
+        if any(ctx.needs_input_grad[:2]):
+            inner = dy @ linear.weight.t()
+            dgate, dup = slope(ctx.name, gate, inner * up), inner.mul_(act)
+        if ctx.needs_input_grad[3]:
+            ctx.module.write_weight_grads((act, up), (dy,), ctx.sink)
+        return dgate, dup, None, None, None, None, None
 
 
 class TokenTable(Embedding):
