@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +62,10 @@ class DictSink:
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
         self.add(param, torch.zeros_like(param).index_add_(0, rows, values))
+
+    def add_groups(self, param: nn.Parameter, a: Tensor, b: Tensor, counts: Sequence[int]) -> None:
+        pairs = zip(a.split(list(counts)), b.split(list(counts)), strict=True)
+        self.add(param, torch.stack([left.t() @ right for left, right in pairs]))
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         assert param.requires_grad and grad.shape == param.shape

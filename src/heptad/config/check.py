@@ -2,15 +2,15 @@
 
 A file for each kind of rule: arithmetic of sizes and degrees (`sizes.py`, of the context axis `context.py`, of stages
 `pipeline.py`, of one without a flush `pipedream.py`), the optimizer (`optimizer.py`), which blocks are recomputed
-(`recompute.py`), options whose axis is not built yet (`unbuilt.py`), options that would have no effect in this job
-(`effect.py`). A job is checked as it was loaded (a model preset is expanded here), before anything is derived and
-before any process starts. Whether a pipeline's schedule can do these numbers is its generator's to say:
+(`recompute.py`), experts, latent attention and multi-token prediction (`experts.py`), options whose axis is not built
+yet (`unbuilt.py`), options that would have no effect in this job (`effect.py`). A job is checked as it was loaded (a
+model preset is expanded here), before anything is derived and before any process starts. Whether a pipeline's schedule can do these numbers is its generator's to say:
 `axes/pipeline/legal.py` adds that, and is what every verb calls.
 """
 
 from __future__ import annotations
 
-from heptad.config import context, effect, optimizer, pipedream, pipeline, recompute, sizes, unbuilt
+from heptad.config import context, effect, experts, optimizer, pipedream, pipeline, recompute, sizes, unbuilt
 from heptad.config.presets import cluster_table, expand
 from heptad.config.schema import Job
 from heptad.errors import ConfigError, Problem
@@ -35,6 +35,7 @@ def problems(job: Job) -> list[Problem]:
     found += pipedream.problems(job, model)
     found += optimizer.problems(job.optimizer, job.train.steps)
     found += recompute.problems(job, model)
+    found += experts.problems(job, model)
     found += unbuilt.problems(job)
     found += effect.problems(job, model)
     return found

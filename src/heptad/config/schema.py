@@ -92,6 +92,30 @@ class ModelSection(Section):
     init_std: float = Field(default=0.02, gt=0)
     attention: Literal["auto", "flash", "math"] = "auto"
     window: int | None = Field(default=None, ge=1)
+    attention_kind: Literal["gqa", "mla"] = "gqa"
+    q_lora_rank: int | None = Field(default=None, ge=1)
+    kv_lora_rank: int | None = Field(default=None, ge=1)
+    qk_nope_head_dim: int | None = Field(default=None, ge=1)
+    qk_rope_head_dim: int | None = Field(default=None, ge=1)
+    v_head_dim: int | None = Field(default=None, ge=1)
+    experts: int | None = Field(default=None, ge=2)
+    experts_per_token: int = Field(default=2, ge=1)
+    shared_experts: int = Field(default=0, ge=0)
+    expert_width: int | None = Field(default=None, ge=1)
+    dense_layers: int = Field(default=0, ge=0)
+    router: Literal["softmax", "deepseek"] = "softmax"
+    router_groups: int = Field(default=1, ge=1)
+    router_group_limit: int | None = Field(default=None, ge=1)
+    normalise_top_k: bool = True
+    routed_scale: float = Field(default=1.0, gt=0)
+    capacity_factor: float | None = Field(default=None, gt=0)
+    aux_loss: float = Field(default=0.0, ge=0)
+    balance_loss: float = Field(default=0.0, ge=0)
+    z_loss: float = Field(default=0.0, ge=0)
+    jitter: float = Field(default=0.0, ge=0, lt=1)
+    bias_update_speed: float = Field(default=0.0, ge=0)
+    mtp_depth: int = Field(default=0, ge=0)
+    mtp_weight: float = Field(default=0.3, gt=0)
     frozen: tuple[str, ...] = ()
 
 

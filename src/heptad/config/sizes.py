@@ -59,12 +59,12 @@ def _model(job: Job, model: ModelSection) -> Iterator[Problem]:
     if heads % kv_heads:
         rule = f"kv_heads divides heads ({heads} % {kv_heads} = {heads % kv_heads})"
         yield Problem("model.kv_heads", kv_heads, rule, f"kv_heads = {divisors_near(heads, kv_heads)}")
-    if model.head_dim is None and model.width % heads:
+    if model.head_dim is None and model.width % heads and model.attention_kind == "gqa":
         rule = f"heads divides width ({model.width} % {heads} = {model.width % heads}) unless head_dim is given"
         fix = f"width = {around(model.width, heads)}, heads = {divisors_near(model.width, heads)}, or give head_dim"
         yield Problem("model.heads", heads, rule, fix)
     head_dim = model.head_dim or model.width // heads
-    if model.positions == "rotary" and head_dim % 2:
+    if model.positions == "rotary" and head_dim % 2 and model.attention_kind == "gqa":
         rule = f"rotary positions turn pairs of elements, so head_dim is even (it is {head_dim})"
         yield Problem("model.head_dim", head_dim, rule, f"head_dim = {head_dim - 1 or 2} or {head_dim + 1}")
     if job.data.seq_len > model.max_positions:

@@ -147,6 +147,7 @@ def _batch(rows: Rows, sequence: Ints, step: int) -> Batch:
         documents=torch.from_numpy(rows.documents),
         index=torch.from_numpy(index),
         step=step,
+        real=None if rows.real.all() else torch.from_numpy(rows.real).bool(),
     )
 
 

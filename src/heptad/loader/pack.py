@@ -29,12 +29,16 @@ PADDING_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Samples as numpy arrays, all [B, L] int64; the fields of `models.batch.Batch` without `index`."""
+    """Samples as numpy arrays, all [B, L] int64; the fields of `models.batch.Batch` without `index`.
+
+    real: 1, or 0 where a row is filled up.
+    """
 
     ids: Ints
     labels: Ints
     positions: Ints
     documents: Ints
+    real: Ints
 
 
 class Samples:
@@ -82,6 +86,7 @@ class Samples:
         row = padding(length)
         inputs = min(length, len(window))
         row.ids[0, :inputs] = window[:inputs]
+        row.real[0, :inputs] = 1
         row.documents[0, :inputs] = document[:inputs]
         row.documents[0, inputs:] = document[inputs - 1] + 1
         targets = len(window) - 1
@@ -96,9 +101,8 @@ def padding(seq_len: int) -> Rows:
     shape = (1, seq_len)
     positions = np.arange(seq_len, dtype=np.int64).reshape(shape)
     documents = np.zeros(shape, dtype=np.int64)
-    return Rows(
-        np.full(shape, PADDING_ID, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64), positions, documents
-    )
+    ids, labels = np.full(shape, PADDING_ID, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    return Rows(ids, labels, positions, documents, np.zeros(shape, dtype=np.int64))
 
 
 def stacked(rows: list[Rows]) -> Rows:

@@ -6,6 +6,8 @@ groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -15,3 +17,10 @@ def host_value(tensor: Tensor, expected: float) -> float:
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return expected
     return float(tensor.item())
+
+
+def host_counts(tensor: Tensor, expected: Sequence[int]) -> list[int]:
+    """The numbers in a 1-D integer tensor, in one transfer; `expected` when the tensor is fake."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return list(expected)
+    return [int(number) for number in tensor.tolist()]

@@ -32,6 +32,8 @@ class Batch:
     context: of a batch that is one context rank's part, where the tokens of the whole rows lie; `numbers` [B, R·tokens]
     int64 is then `index` of every place of `context`, ring rank after ring rank (-1: padding), as dropout of keys that
     other ranks hold needs it.
+
+    real: bool [B, L], False where the loader filled a row up (None: nowhere): such a place is sent to no expert.
     """
 
     ids: Tensor
@@ -43,6 +45,7 @@ class Batch:
     mixed: bool | None = None
     context: Placement | None = None
     numbers: Tensor | None = None
+    real: Tensor | None = None
     mask: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -57,9 +60,16 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        names = ("ids", "labels", "positions", "documents", "index", "numbers")
+        names = ("ids", "labels", "positions", "documents", "index", "numbers", "real")
         moved = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
         return replace(self, **moved)
+
+    def aimed(self, labels: Tensor, real: Tensor) -> Batch:
+        """The same tokens with other targets, places that count and the mask there is."""
+        other = replace(self, labels=labels, real=real, mixed=False)
+        object.__setattr__(other, "mixed", self.mixed)
+        object.__setattr__(other, "mask", self.mask)
+        return other
 
 
 def visible(documents: Tensor, window: int | None = None) -> Tensor:

@@ -24,17 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heptad.config import pipedream
+from heptad.config.effect import is_set
 from heptad.config.schema import Job, ModelSection
 from heptad.errors import ConfigError
 from heptad.models import init, spec
 from heptad.models.batch import Batch
 from heptad.models.decoder import Block, Decoder, Embed, Head
+from heptad.models.experts import Experts
 from heptad.models.layers import Embedding, LayerNorm, Linear, RMSNorm
 from heptad.models.parallel import RowLinear
+from heptad.models.router import Gate, routers
 from heptad.models.spec import Init, ParamSpec, UnitSpec
 
-TAPPED = (Linear, RowLinear, Embedding, RMSNorm, LayerNorm)
-TappedModule = Linear | RowLinear | Embedding | RMSNorm | LayerNorm
+TAPPED = (Linear, RowLinear, Embedding, RMSNorm, LayerNorm, Gate, Experts)
+TappedModule = Linear | RowLinear | Embedding | RMSNorm | LayerNorm | Gate | Experts
 
 
 class Model:
@@ -55,6 +59,12 @@ class Model:
     def materialise(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
         """Memory and initial values for the whole model on one device."""
         self.params.update(init.materialise(self.module, self.specs, seed, device, dtype))
+        self.place(device, dtype)
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Memory for what is state and no parameter: the biases of routers."""
+        for router in routers(self.module).values():
+            router.place(device, dtype)
 
     def loss(self, batch: Batch) -> Tensor:
         """The sum of the token losses of `batch`: all units in order, with ordinary autograd."""
@@ -74,9 +84,19 @@ def build(job: Job) -> Model:
             module = _load(job.model.class_)(job.model)
     if isinstance(module, Decoder):
         module.head.loss_chunk = job.train.loss_chunk
+        for router in routers(module).values():
+            router.num_sequences = sequences_an_update(job)
     else:
         _check_own(job)
     return wrap(module, job.model)
+
+
+def sequences_an_update(job: Job) -> int:
+    """Sequences that one update of the parameters reads: over which the losses a sequence are averaged."""
+    layout, train = job.layout, job.train
+    if layout.pp > 1 and layout.schedule == pipedream.NAME:  # each micro-batch of all data ranks
+        return layout.dp_replicate * layout.dp_shard * train.micro_batch
+    return train.global_batch
 
 
 def _check_own(job: Job) -> None:
@@ -88,6 +108,10 @@ def _check_own(job: Job) -> None:
     if job.model.window is not None:
         rule = f"it would have no effect: {job.model.class_} computes its own attention"
         raise ConfigError.of("model.window", job.model.window, rule, f"window in model.options, {base}")
+    for name in ("attention_kind", "experts", "mtp_depth"):
+        if is_set(job.model, name):
+            rule = f"it would have no effect: {job.model.class_} has blocks of its own"
+            raise ConfigError.of(f"model.{name}", getattr(job.model, name), rule, f"remove it, {base}")
     if job.layout.tp > 1:
         rule = f"of {job.model.class_} it is not known which linears to cut, and how"
         raise ConfigError.of("layout.tp", job.layout.tp, rule, f"tp = 1, {base}")

@@ -1,22 +1,24 @@
-"""The decoder: GPT-2, GPT-3, Llama 3 and Qwen3 are settings of one model, written for a single device.
+"""The decoder: GPT, Llama 3, Qwen3, Mixtral and DeepSeek-V3 are settings of one model, written for a single device.
 
 A model is a list of units (embedding, blocks, head); a block is a list of named segments, run in order; every linear
 has a role; core attention is a seam. Parallelism is applied from outside. The head returns the *sum* of the token
 losses: the division by the number of targets of the whole global batch is the step's (one normalisation).
 
 Legend: B sequences, L tokens, D width, V vocabulary.
-Cost: see `account/parameters.py` and `account/flops.py`. Read next: `layers.py`, `attention.py`, `spec.py`, `build.py`.
+Cost: see `account/parameters.py` and `account/flops.py`. Read next: `layers.py`, `attention.py`, `mla.py`, `moe.py`,
+`mtp.py`, `spec.py`, `build.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heptad.config.experts import routes
 from heptad.config.schema import ModelSection
 from heptad.mesh.regions import SINGLE, Stream
 from heptad.models import spec
@@ -27,8 +29,12 @@ from heptad.models.dropout import Dropout
 from heptad.models.init import materialise
 from heptad.models.layers import Embedding
 from heptad.models.loss import LossKernels, TokenLoss, whole_logits
+from heptad.models.mla import LatentAttention
+from heptad.models.moe import MoE
+from heptad.models.mtp import Prediction, shifted
 from heptad.models.parallel import RowLinear, TokenTable, activated, columns, gated
 from heptad.models.rotary import Rotary
+from heptad.models.router import routers
 
 Segment = Callable[[Tensor, Batch], Tensor]
 
@@ -56,7 +62,7 @@ class Embed(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The stream -> the stream, its norm included, the residual not.
+    """The stream -> the stream, its norm included (but of shared experts), the residual not.
 
     gated: down(act(gate x) · up x) (Shazeer, arXiv 2002.05202); plain: down(act(up x)). reruns: gate and up are kept,
     and the activation runs again in the backward. joined: the activation of a gated one, which `down` takes on itself
@@ -66,12 +72,15 @@ class Mlp(nn.Module):
     stream: Stream = SINGLE  # a seam, as is the attribute `activate`
     reruns: bool = False
 
-    def __init__(self, section: ModelSection) -> None:
+    def __init__(self, section: ModelSection, shared: int = 0) -> None:
         super().__init__()
         width, inner, bias = section.width, section.mlp_width, section.mlp_bias
+        if shared:  # experts that every token passes: one MLP of their widths together, behind another's norm
+            assert section.expert_width is not None
+            inner = shared * section.expert_width
         self.activate: Activate = activate(section.activation, section.mlp == "gated")
         self.joined = section.activation if section.mlp == "gated" else None
-        self.norm = norm_of(section, width)
+        self.norm = None if shared else norm_of(section, width)
         self.gate = linear_of("gate", width, inner, bias) if section.mlp == "gated" else None
         self.up = linear_of("up", width, inner, bias)
         self.down = RowLinear("down", inner, width, bias)
@@ -79,7 +88,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[B, L, D], or this rank's [n, D] of it, to the same."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
-        parts = columns(self.norm(x), linears, self.stream, batch.ids.numel())
+        parts = columns(x if self.norm is None else self.norm(x), linears, self.stream, batch.ids.numel())
         if self.reruns:
             return activated(self.down, self.activate, parts)
         tape = self.down.tape
@@ -90,16 +99,31 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """(x, batch) -> x, the stream. `segments` names its parts; running them in order is its forward."""
+    """(x, batch) -> x, the stream. `segments` names its parts; running them in order is its forward.
+
+    routed: its MLP is a mixture of experts.
+    """
 
     stream: Stream = SINGLE
 
-    def __init__(self, section: ModelSection, rotary: Rotary | None, mask_bias: MaskBias, seed: int, name: str) -> None:
+    def __init__(
+        self,
+        section: ModelSection,
+        rotary: Rotary | None,
+        mask_bias: MaskBias,
+        seed: int,
+        name: str,
+        routed: bool = False,
+    ) -> None:
         super().__init__()
         scores, rate = section.attention_dropout, section.dropout
         dropout = Dropout(scores, seed, f"{name}.scores") if scores else None
-        self.attention = Attention(section, rotary, mask_bias, dropout)
-        self.mlp = Mlp(section)
+        attention = LatentAttention if section.attention_kind == "mla" else Attention
+        self.attention: Attention | LatentAttention = attention(section, rotary, mask_bias, dropout)
+        self.mlp: Mlp | MoE = Mlp(section)
+        if routed:
+            shared = Mlp(section, section.shared_experts) if section.shared_experts else None
+            self.mlp = MoE(section, shared, seed, f"{name}.mlp")
         self.attention_dropout = Dropout(rate, seed, f"{name}.attention") if rate else None
         self.mlp_dropout = Dropout(rate, seed, f"{name}.mlp") if rate else None
 
@@ -130,16 +154,19 @@ class Head(nn.Module):
     """The last unit: (the stream, batch) -> sum of the token losses, a scalar of at least fp32.
 
     vocabulary: the rows of the whole vocabulary that `out.weight` has, padding behind them. loss_chunk: see `chunk.py`.
+    predictions: of tokens after the next (`mtp.py`), in training, each loss times `prediction_weight`.
     """
 
     stream: Stream = SINGLE
     loss_chunk: int | Literal["auto"] = "auto"
     kernels: LossKernels = LossKernels()
 
-    def __init__(self, section: ModelSection) -> None:
+    def __init__(self, section: ModelSection, predictions: Sequence[Prediction] = ()) -> None:
         super().__init__()
         self.norm = norm_of(section, section.width)
         self.out = linear_of("head", section.width, section.vocab, bias=False)
+        self.predictions = nn.ModuleList(predictions)
+        self.prediction_weight = section.mtp_weight / max(section.mtp_depth, 1)
         self.vocab = section.vocab
         self.vocabulary = range(section.vocab)
 
@@ -150,7 +177,16 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """The loss of `batch`, summed over its targets; on one rank torch's cross-entropy for ordinary autograd."""
-        x, tape = self.norm(x), self.out.tape
+        loss = self._loss(self.norm(x), batch)
+        for depth, prediction in enumerate(self.predictions if self.training else (), 1):
+            ids, further = shifted(batch, depth)
+            x = prediction(x, ids, further)
+            loss = loss + self.prediction_weight * self._loss(prediction.norm(x), further)
+        return loss
+
+    def _loss(self, x: Tensor, batch: Batch) -> Tensor:
+        """Of x after a norm."""
+        tape = self.out.tape
         if tape is None and torch.is_grad_enabled() and self.stream.size == 1:
             return loss_sum(self.out(x), batch.labels)
         labels = batch.labels.flatten()
@@ -191,19 +227,29 @@ class Decoder(nn.Module):
         assert section.head_dim is not None
         rotary, mask_bias = None, MaskBias(section.window)
         if section.positions == "rotary":
-            rotary = Rotary(section.head_dim, section.rope_theta, section.rope_scaling)
+            rotary = _rotary(section)
         with torch.device("meta"):
             self.embed = Embed(section, Dropout(rate, seed, "embed") if rate else None)
             names = [f"blocks.{i}" for i in range(section.layers)]
-            self.blocks = nn.ModuleList(Block(section, rotary, mask_bias, seed, name) for name in names)
-            self.head = Head(section)
+            self.blocks = nn.ModuleList(
+                Block(section, rotary, mask_bias, seed, name, routes(section, i)) for i, name in enumerate(names)
+            )
+            names = [f"head.predictions.{depth}" for depth in range(section.mtp_depth)]
+            routed = section.experts is not None
+            blocks = [Block(section, rotary, mask_bias, seed, f"{name}.block", routed) for name in names]
+            predictions = [Prediction(section, block) for block in blocks]
+            self.head = Head(section, predictions)
         if section.tied:
             self.head.out.weight = self.embed.tokens.weight
+        for prediction in predictions:
+            prediction.tokens.weight = self.embed.tokens.weight
         trainable = {item.name: item.trainable for item in self.param_specs()}
         for name, param in self.named_parameters():
             param.requires_grad_(trainable[name])
         if torch.device(device).type != "meta":
             materialise(self, self.param_specs(), seed, torch.device(device), dtype)
+            for router in routers(self).values():
+                router.place(torch.device(device), dtype)
 
     def unit_list(self) -> list[nn.Module]:
         """Units in program order: embedding, blocks, head."""
@@ -232,3 +278,14 @@ class Decoder(nn.Module):
         """The sum of the token losses of `batch`."""
         loss: Tensor = self.head(self.hidden(batch), batch)
         return loss
+
+
+def _rotary(section: ModelSection) -> Rotary:
+    """The rotation of a head, or under latent attention of the part of a head that has positions."""
+    if section.attention_kind == "gqa":
+        assert section.head_dim is not None
+        return Rotary(section.head_dim, section.rope_theta, section.rope_scaling)
+    assert section.qk_rope_head_dim is not None
+    rotary = Rotary(section.qk_rope_head_dim, section.rope_theta, section.rope_scaling)
+    rotary.amplitude = 1.0  # it stands at the scores (`mla.py`)
+    return rotary

@@ -74,6 +74,14 @@ class Dropout:
         return round(self.rate * 2**32) - 2**31, 1 / (1 - self.rate)
 
 
+def noise(size: float, seed: int, site: str, index: Tensor, step: int, like: Tensor) -> Tensor:
+    """Factors [N, D] uniform in [1 - size, 1 + size), of `like`'s dtype, for the tokens `index` [N]: keyed as drops."""
+    words = Dropout(0.0, seed, site)
+    columns = words._words(torch.arange(like.shape[-1], device=like.device), step, "column")
+    hashed = _finalise_(words._words(index, step, "row").unsqueeze(-1) ^ columns)
+    return (1 + hashed.to(torch.float64) * (size * 2.0**-31)).to(like.dtype)
+
+
 def _scaled_where(factor: float, x: Tensor, kept: Tensor) -> Tensor:
     return torch.where(kept, x * factor, 0)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from heptad.config import experts as rules
 from heptad.config.schema import ModelSection
 from heptad.errors import ConfigError, Problem
 
@@ -65,12 +66,16 @@ class UnitSpec:
 
 
 def complete(section: ModelSection) -> ModelSection:
-    """`section` with kv_heads and head_dim filled and its sizes checked; a complete one comes back equal.
+    """`section` with kv_heads, head_dim, expert_width and router_group_limit filled and its sizes checked; a complete
+    one comes back equal.
 
     Raises ConfigError naming every size that does not fit.
     """
-    problems = []
+    problems = list(rules.sizes(section))
     head_dim, kv_heads = section.head_dim, section.kv_heads or section.heads
+    latent = section.attention_kind == "mla"
+    if latent:
+        head_dim = (section.qk_nope_head_dim or 0) + (section.qk_rope_head_dim or 0)
     if head_dim is None:
         head_dim = max(section.width // section.heads, 1)
         if section.width % section.heads:
@@ -91,7 +96,7 @@ def complete(section: ModelSection) -> ModelSection:
                 f"take one of {[n for n in range(1, section.heads + 1) if section.heads % n == 0]}",
             )
         )
-    if section.positions == "rotary" and head_dim % 2 and not problems:
+    if section.positions == "rotary" and head_dim % 2 and not latent and not problems:
         problems.append(
             Problem(
                 "model.head_dim",
@@ -102,7 +107,11 @@ def complete(section: ModelSection) -> ModelSection:
         )
     if problems:
         raise ConfigError(*problems)
-    return section.model_copy(update={"head_dim": head_dim, "kv_heads": kv_heads})
+    filled: dict[str, object] = {"head_dim": head_dim, "kv_heads": kv_heads}
+    if section.experts is not None:
+        filled["expert_width"] = section.expert_width or section.mlp_width
+        filled["router_group_limit"] = section.router_group_limit or section.router_groups
+    return section.model_copy(update=filled)
 
 
 def param_specs(section: ModelSection) -> tuple[ParamSpec, ...]:
@@ -114,10 +123,12 @@ def param_specs(section: ModelSection) -> tuple[ParamSpec, ...]:
     section = complete(section)
     specs = _embed(section)
     for i in range(section.layers):
-        specs += _attention(section, f"blocks.{i}.attention") + _mlp(section, f"blocks.{i}.mlp")
+        specs += _block(section, f"blocks.{i}", rules.routes(section, i))
     specs += _norm(section, "head.norm", "width", section.width)
     if not section.tied:
         specs.append(_normal("head.out.weight", (section.vocab, section.width), ("vocab", "width"), "head", section))
+    for depth in range(section.mtp_depth):
+        specs += _prediction(section, f"head.predictions.{depth}")
     return tuple(replace(item, trainable=not _frozen(item.name, section)) for item in specs)
 
 
@@ -128,8 +139,9 @@ def unit_specs(section: ModelSection) -> tuple[UnitSpec, ...]:
     for i in range(section.layers):
         params = _of(f"blocks.{i}", names)
         units.append(UnitSpec(f"blocks.{i}", "block", ("attention", "mlp"), params, (), _weights(params)))
-    params, borrowed = _of("head", names), ("embed.tokens.weight",) if section.tied else ()
-    units.append(UnitSpec("head", "head", ("head",), params, borrowed, _weights(params) + borrowed))
+    params, borrowed = _of("head", names), ("embed.tokens.weight",) if section.tied or section.mtp_depth else ()
+    reads = _weights(params) + (borrowed if section.tied else ())
+    units.append(UnitSpec("head", "head", ("head",), params, borrowed, reads))
     return tuple(units)
 
 
@@ -190,6 +202,42 @@ def _embed(section: ModelSection) -> list[ParamSpec]:
     return specs
 
 
+def _block(section: ModelSection, name: str, routes: bool) -> list[ParamSpec]:
+    attention = _latent if section.attention_kind == "mla" else _attention
+    mlp = _experts if routes else _mlp
+    return attention(section, f"{name}.attention") + mlp(section, f"{name}.mlp")
+
+
+def _prediction(section: ModelSection, name: str) -> list[ParamSpec]:
+    """One depth of multi-token prediction: two norms, what joins them, a block, the norm before the shared head."""
+    width = ("width", section.width)
+    specs = _norm(section, f"{name}.stream_norm", *width) + _norm(section, f"{name}.token_norm", *width)
+    specs += _linear(section, f"{name}.join", width, ("joined", 2 * section.width), bias=False)
+    specs += _block(section, f"{name}.block", section.experts is not None)
+    return specs + _norm(section, f"{name}.norm", *width)
+
+
+def _latent(section: ModelSection, name: str) -> list[ParamSpec]:
+    """Multi-head latent attention; what a latent is normalised by is whole on every rank."""
+    nope, rope, value = section.qk_nope_head_dim, section.qk_rope_head_dim, section.v_head_dim
+    q_rank, kv_rank = section.q_lora_rank, section.kv_lora_rank
+    assert nope is not None and rope is not None and value is not None and kv_rank is not None
+    width, queries = ("width", section.width), ("heads", section.heads * (nope + rope))
+    specs = _norm(section, f"{name}.norm", *width)
+    if q_rank is None:
+        specs += _linear(section, f"{name}.q", queries, width, section.qkv_bias)
+    else:
+        specs += _linear(section, f"{name}.q_a", ("q_latent", q_rank), width, section.qkv_bias)
+    specs += _linear(section, f"{name}.kv_a", ("kv_latent", kv_rank + rope), width, section.qkv_bias)
+    if q_rank is not None:
+        specs += _norm(section, f"{name}.q_norm", "q_latent", q_rank)
+        specs += _linear(section, f"{name}.q_b", queries, ("q_latent", q_rank), bias=False)
+    specs += _norm(section, f"{name}.kv_norm", "kv_latent", kv_rank)
+    out = ("heads", section.heads * (nope + value))
+    specs += _linear(section, f"{name}.kv_b", out, ("kv_latent", kv_rank), bias=False)
+    return specs + _row_linear(section, f"{name}.out", width, ("heads", section.heads * value), section.attention_bias)
+
+
 def _attention(section: ModelSection, name: str) -> list[ParamSpec]:
     assert section.head_dim is not None and section.kv_heads is not None
     width, d = ("width", section.width), section.head_dim
@@ -203,8 +251,29 @@ def _attention(section: ModelSection, name: str) -> list[ParamSpec]:
 
 
 def _mlp(section: ModelSection, name: str) -> list[ParamSpec]:
-    width, inner = ("width", section.width), ("mlp", section.mlp_width)
-    specs = _norm(section, f"{name}.norm", *width)
+    return _norm(section, f"{name}.norm", "width", section.width) + _linears(section, name, section.mlp_width)
+
+
+def _linears(section: ModelSection, name: str, inner_width: int) -> list[ParamSpec]:
+    """An MLP without its norm."""
+    width, inner, specs = ("width", section.width), ("mlp", inner_width), list[ParamSpec]()
     for part in ("gate", "up") if section.mlp == "gated" else ("up",):
         specs += _linear(section, f"{name}.{part}", inner, width, section.mlp_bias)
     return specs + _row_linear(section, f"{name}.down", width, inner, section.mlp_bias)
+
+
+def _experts(section: ModelSection, name: str) -> list[ParamSpec]:
+    """Norm, router, the routed experts' matrices stacked [E, ...], the shared experts as one MLP."""
+    experts, inner = section.experts, section.expert_width
+    assert experts is not None and inner is not None
+    specs = _norm(section, f"{name}.norm", "width", section.width)
+    specs += _linear(section, f"{name}.router.gate", ("experts", experts), ("width", section.width), bias=False)
+    dims, shape = ("experts", "expert_mlp", "width"), (experts, inner, section.width)
+    for part in ("gate", "up") if section.mlp == "gated" else ("up",):
+        specs.append(_normal(f"{name}.experts.{part}.weight", shape, dims, "matrix", section))
+    shrink = 1 / math.sqrt(2 * section.layers)
+    down = _normal(f"{name}.experts.down.weight", shape, dims, "matrix", section, shrink)
+    specs.append(replace(down, input_first=True))
+    if section.shared_experts:
+        specs += _linears(section, f"{name}.shared", section.shared_experts * inner)
+    return specs

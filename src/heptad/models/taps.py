@@ -13,6 +13,7 @@ Source of the split: zero bubble pipelines, Qi et al., arXiv 2401.10241, §2. Re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +31,10 @@ class GradSink(Protocol):
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
         """grad[rows[i]] += values[i] (embedding)."""
+
+    def add_groups(self, param: nn.Parameter, a: Tensor, b: Tensor, counts: Sequence[int]) -> None:
+        """grad[e] += aₑᵀ bₑ for each of the stacked matrices [E, P, Q]: a [M, P] and b [M, Q] hold counts[e] rows for
+        each, in order."""
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         """grad += `grad`, of the parameter's shape."""

@@ -220,4 +220,4 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 def _tensors(batch: Batch) -> list[Tensor]:
     """Everything of a batch that has memory."""
     found = [batch.ids, batch.labels, batch.positions, batch.documents, batch.index]
-    return found if batch.mask is None else [*found, batch.mask]
+    return found + [tensor for tensor in (batch.mask, batch.real) if tensor is not None]

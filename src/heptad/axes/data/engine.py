@@ -19,6 +19,7 @@ from heptad.axes.data.shard import Holders, Shard, sum_parts
 from heptad.axes.data.versions import Versions
 from heptad.mesh.collectives import Group
 from heptad.models.build import Model
+from heptad.models.grouped import add_outer_
 from heptad.models.init import fill
 from heptad.precision.policy import Policy
 from heptad.schedule.action import VERSIONS, Action, Kind
@@ -156,6 +157,11 @@ class DataEngine:
             grad.index_put_((rows,), values.to(grad.dtype), accumulate=True)
         else:
             grad.index_add_(0, rows, values.to(grad.dtype))
+
+    def add_groups(self, param: nn.Parameter, a: Tensor, b: Tensor, counts: Sequence[int]) -> None:
+        """See `models.taps.GradSink`."""
+        grad, fresh = self._grad(param)
+        add_outer_(grad, a, b, counts, fresh)
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         """See `models.taps.GradSink`."""

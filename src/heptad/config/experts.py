@@ -1,0 +1,133 @@
+"""Rules of a mixture of experts, of latent attention (MLA) and of multi-token prediction: sizes, idle options, layouts.
+
+The sizes' rules hold for a section alone, so `models/spec.complete` asks them too. Read next: `check.py`, `unbuilt.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from heptad.config.effect import idle, is_set
+from heptad.config.schema import Job, ModelSection
+from heptad.errors import Problem
+
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Sizes that latent attention must be given; `q_lora_rank` may be left out: queries are then not compressed."""
+
+ROUTED = (
+    "experts_per_token", "shared_experts", "expert_width", "dense_layers", "router", "router_groups",
+    "router_group_limit", "normalise_top_k", "routed_scale", "capacity_factor", "aux_loss", "balance_loss", "z_loss",
+    "jitter", "bias_update_speed",
+)  # fmt: skip
+DEEPSEEK = ("router_groups", "router_group_limit", "balance_loss", "bias_update_speed")
+
+
+def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
+    """`model` is the section with its preset filled in."""
+    yield from sizes(model)
+    yield from _idle(model)
+    yield from _unbuilt(job, model)
+
+
+def sizes(model: ModelSection) -> Iterator[Problem]:
+    """What of one section does not fit together."""
+    if model.attention_kind == "mla":
+        yield from _latent(model)
+    if model.experts is not None:
+        yield from _experts(model, model.experts)
+
+
+def _latent(model: ModelSection) -> Iterator[Problem]:
+    missing = [name for name in LATENT if getattr(model, name) is None]
+    for name in missing:
+        rule = 'attention_kind = "mla" has no default for it: its sizes are its own'
+        yield Problem(f"model.{name}", "(absent)", rule, f'give {name}, or attention_kind = "gqa"')
+    if model.positions != "rotary":
+        rule = 'attention_kind = "mla" keeps qk_rope_head_dim features of a head for rotary positions'
+        yield Problem("model.positions", model.positions, rule, 'positions = "rotary", or attention_kind = "gqa"')
+    if missing:
+        return
+    nope, rope, value = model.qk_nope_head_dim or 0, model.qk_rope_head_dim or 0, model.v_head_dim or 0
+    if rope % 2:
+        rule = f"rotary positions turn pairs of elements, so qk_rope_head_dim is even (it is {rope})"
+        yield Problem("model.qk_rope_head_dim", rope, rule, f"qk_rope_head_dim = {rope - 1 or 2} or {rope + 1}")
+    if value > nope + rope:
+        rule = f"values are padded to the width of queries, qk_nope_head_dim + qk_rope_head_dim = {nope + rope}"
+        yield Problem("model.v_head_dim", value, rule, f"v_head_dim <= {nope + rope}")
+    if model.head_dim not in (None, nope + rope):
+        rule = f"under mla a head is qk_nope_head_dim + qk_rope_head_dim = {nope + rope} wide"
+        yield Problem("model.head_dim", model.head_dim, rule, "remove it")
+    if model.kv_heads not in (None, model.heads):
+        rule = f"under mla every query head has keys and values of its own: kv_heads = heads = {model.heads}"
+        yield Problem("model.kv_heads", model.kv_heads, rule, "remove it")
+    yield from idle("model", model, ("qk_norm",), "mla normalises its latents instead", 'attention_kind = "gqa"')
+
+
+def _experts(model: ModelSection, experts: int) -> Iterator[Problem]:
+    chosen, groups, limit = model.experts_per_token, model.router_groups, model.router_group_limit
+    if chosen > experts:
+        rule = f"a token goes to different experts, of which there are {experts}"
+        yield Problem("model.experts_per_token", chosen, rule, f"experts_per_token <= {experts}")
+    if model.dense_layers >= model.layers:
+        rule = f"some block has experts: dense_layers < layers = {model.layers}"
+        yield Problem("model.dense_layers", model.dense_layers, rule, f"dense_layers <= {model.layers - 1}")
+    if experts % groups:
+        rule = f"groups are of equal size: router_groups divides experts ({experts} % {groups} = {experts % groups})"
+        yield Problem("model.router_groups", groups, rule, "a divisor of experts")
+    elif limit is not None and limit > groups:
+        rule = f"a token's experts lie in at most this many of the router_groups = {groups}"
+        yield Problem("model.router_group_limit", limit, rule, f"router_group_limit <= {groups}")
+    elif limit is not None and chosen <= experts and limit * (experts // groups) < chosen:
+        rule = f"{limit} groups of {experts // groups} have fewer experts than experts_per_token = {chosen}"
+        fix = f"router_group_limit >= {-(-chosen // (experts // groups))}"
+        yield Problem("model.router_group_limit", limit, rule, fix)
+    if model.mlp_bias:
+        rule = "routed experts are stacks of matrices without biases"
+        yield Problem("model.mlp_bias", True, rule, "mlp_bias = false")
+
+
+def _idle(model: ModelSection) -> Iterator[Problem]:
+    if model.experts is None:
+        yield from idle("model", model, ROUTED, "there are no experts", "give model.experts")
+    elif model.router == "softmax":
+        yield from idle("model", model, DEEPSEEK, 'router is "softmax"', 'router = "deepseek"')
+    else:
+        why = 'router "deepseek" has a loss a sequence of its own'
+        yield from idle("model", model, ("aux_loss",), why, "balance_loss")
+    if model.attention_kind == "gqa":
+        names = ("q_lora_rank", *LATENT)
+        yield from idle("model", model, names, 'attention_kind is "gqa"', 'attention_kind = "mla"')
+    if not model.mtp_depth:
+        yield from idle("model", model, ("mtp_weight",), "nothing further is predicted (mtp_depth = 0)", "mtp_depth = 1")
+
+
+def _unbuilt(job: Job, model: ModelSection) -> Iterator[Problem]:
+    """Layouts in which these models do not run yet: refused where they are set, never read past."""
+    parts = {
+        "model.experts": model.experts is not None,
+        'attention_kind = "mla"': model.attention_kind == "mla",
+        "mtp_depth": model.mtp_depth > 0,
+    }
+    there = " and ".join(name for name, on in parts.items() if on)
+    if there:
+        for axis in ("tp", "cp"):
+            degree = getattr(job.layout, axis)
+            if degree > 1:
+                rule = f"not built yet with {there}: it arrives with the expert axis"
+                yield Problem(f"layout.{axis}", degree, rule, f"{axis} = 1")
+    if there and model.mtp_depth and job.layout.pp > 1 and job.layout.schedule == "pipedream":
+        rule = "mtp_depth reads the token table on the last stage too, and pipedream would update it at two times"
+        yield Problem("model.mtp_depth", model.mtp_depth, rule, 'mtp_depth = 0, or schedule = "1f1b"')
+    if there and model.mtp_depth and job.layout.engine == "fsdp2":
+        rule = 'engine = "fsdp2" wraps each unit by itself, and mtp_depth reads the token table in the last one too'
+        yield Problem("model.mtp_depth", model.mtp_depth, rule, 'engine = "heptad", or mtp_depth = 0')
+
+
+def routes(model: ModelSection, layer: int) -> bool:
+    """Whether block `layer` has experts."""
+    return model.experts is not None and layer >= model.dense_layers
+
+
+def updates_bias(model: ModelSection) -> bool:
+    """Whether the router has a bias that each step's load moves."""
+    return model.experts is not None and model.router == "deepseek" and is_set(model, "bias_update_speed")
