@@ -2,7 +2,8 @@
 
 A token costs 6 FLOPs for each parameter that multiplies (2 forward, 4 backward) and its attention scores and values:
 6·layers·H·(d_qk + d_v)·L under "full", half of it under "causal" (the half that a causal mask leaves; L² / 2, the
-diagonal not counted extra). Packed documents attend within themselves: L² is then the sum of squared lengths (C-124).
+diagonal not counted extra). Layers are the main model's and one for each depth of multi-token prediction, which is
+counted as if every position had a token to predict. Packed documents attend within themselves: L² is then the sum of squared lengths (C-124).
 Under a sliding window w, L² is the number of pairs less than w apart, L² - (L - w)(L - w + 1): of them a causal mask
 leaves half and half of the diagonal, as without a window.
 Norms, activations and the softmax are not counted; recompute never is, so MFU compares with the papers' and cannot
@@ -26,7 +27,8 @@ def attention_flops(section: ModelSection, lengths: Sequence[int], convention: C
     section = complete(section)
     assert section.head_dim is not None
     near = sum(pairs(length, section.window) for length in lengths)
-    full = 6 * section.layers * section.heads * 2 * section.head_dim * near
+    widths = section.head_dim + (section.v_head_dim or section.head_dim)  # queries and values
+    full = 6 * (section.layers + section.mtp_depth) * section.heads * widths * near
     return full // 2 if convention == "causal" else full
 
 

@@ -2,6 +2,11 @@
 
 "Multiply" are the entries of matrices that every token is multiplied by: all linears and the head (a tied table counts
 as the head), not the lookups, norms and biases. Llama 3 405B: 405,853,388,800 in all, 403.75 B multiply.
+
+Of routed experts a token meets K of E: "active" are a model's parameters less the E - K that it does not meet, the
+lookup included and without multi-token prediction, as DeepSeek-V3's 37.55 of 671.03 B are counted. What multiplies is
+counted as a training step does it: active experts only, and for each depth of multi-token prediction its own matrices
+and the head once more.
 """
 
 from __future__ import annotations
@@ -10,6 +15,9 @@ from collections.abc import Iterable
 
 from heptad.config.schema import ModelSection
 from heptad.models.spec import ParamSpec, Role, param_specs
+
+PREDICTIONS = "head.predictions."
+"""What names of multi-token prediction's parameters begin with."""
 
 
 def total(specs: Iterable[ParamSpec], trainable_only: bool = False) -> int:
@@ -27,6 +35,25 @@ def by_role(specs: Iterable[ParamSpec]) -> dict[Role, int]:
 
 def multiplying(section: ModelSection) -> int:
     """Number of the decoder's parameters that multiply each token (see the module's docstring)."""
-    counts = by_role(param_specs(section))
-    head = section.vocab * section.width if section.tied else counts["head"]
-    return counts["matrix"] + head
+    specs = param_specs(section)
+    head = section.vocab * section.width * (1 + section.mtp_depth)
+    return by_role(specs)["matrix"] - _idle(section, specs) + head
+
+
+def main(section: ModelSection) -> tuple[ParamSpec, ...]:
+    """The model without multi-token prediction."""
+    return tuple(item for item in param_specs(section) if not item.name.startswith(PREDICTIONS))
+
+
+def active(section: ModelSection) -> int:
+    """Number of the main model's parameters that a token meets."""
+    specs = main(section)
+    return total(specs) - _idle(section, specs)
+
+
+def _idle(section: ModelSection, specs: Iterable[ParamSpec]) -> int:
+    """Parameters of routed experts that a token does not go to."""
+    if section.experts is None:
+        return 0
+    stacked = sum(item.numel for item in specs if item.dims[0] == "experts" and len(item.dims) == 3)
+    return stacked // section.experts * (section.experts - section.experts_per_token)

@@ -14,6 +14,7 @@ are equal, phase by phase:
 | shared | gradients that are a part only on each tensor rank | norms, shared kv heads |
 | shared | gradients of what several stages hold | tied tables; DualPipe: all |
 | norm | sum of squares over the ranks between which parameters are cut, then over the pipeline | 8 (one fp64) |
+| router | tokens of each expert of each block whose router has a bias, after the update | 8·E a block |
 | update | Muon assembles matrices that are cut: `optim/cost.py` | padded matrices |
 
 A step that is skipped sends no "update" (and a non-finite one an extra "check"): neither is predicted. An asynchronous
@@ -33,6 +34,7 @@ from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, reduction
 from heptad.axes.pipeline import cost as pipeline
 from heptad.axes.program import microbatches_of, stages_of
 from heptad.axes.tensor import cost as tensor
+from heptad.config.experts import updates_bias
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
 from heptad.models.chunk import chunk_tokens
@@ -74,14 +76,14 @@ def step_traffic(
     microbatches = microbatches_of(job)
     if job.layout.engine == "fsdp2":
         holders = cost.axis_sizes(layout, holder_axes(zero))
-        found = once_a_step(layout) + (norm_traffic(*holders) if holders[1] > 1 else [])
+        found = once_a_step(layout) + (norm_traffic(*holders) if holders[1] > 1 else []) + _loads(job)
         replicas = cost.axis_sizes(layout, replica_axes(zero))
         sizes = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
         return found + cost.fsdp2_traffic(units, specs, shards, replicas, microbatches, *sizes)
     stages = stages_of(job, units)
     held = _Held.of(job, units, specs, stages, place, device_type)
     updates = stages.schedule.num_microbatches if stages is not None and stages.schedule.asynchronous else 1
-    found = once_a_step(layout, updates) + held.norm(updates)
+    found = once_a_step(layout, updates) + held.norm(updates) + _loads(job)
     runs = (microbatches,) * len(units) if stages is None else pipeline.unit_runs(stages, place)
     stream = _stream(job, dtypes)
     found += tensor.traffic(units, specs, stream, runs, recompute)
@@ -189,3 +191,14 @@ def once_a_step(layout: Layout, counts: int = 1) -> list[Transfer]:
         return []
     sizes = (("count", counts * COUNT_BYTES), ("loss", LOSS_BYTES))
     return [Transfer("all_reduce", axis, phase, sent_bytes("all_reduce", size, num_ranks)) for phase, size in sizes]
+
+
+def _loads(job: Job) -> list[Transfer]:
+    """The all-reduce of the experts' loads, over all ranks."""
+    axis, num_ranks = cost.axis_sizes(Layout.of(job.layout), LOSS_AXES)
+    model = job.model
+    if num_ranks == 1 or not updates_bias(model) or model.class_ is not None:
+        return []
+    assert model.experts is not None
+    size = COUNT_BYTES * model.experts * (model.layers - model.dense_layers + model.mtp_depth)
+    return [Transfer("all_reduce", axis, "router", sent_bytes("all_reduce", size, num_ranks))]

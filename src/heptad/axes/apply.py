@@ -134,6 +134,7 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
         engine = DataEngine(model, zero, shards, replicas, holders, policy, device, bucket_mb, seed)
         if stages is not None:
             transport = _transport(job, mesh, engine, stages, policy.params)
+    model.place(device, policy.master)
     recompute = recomputed(job, model.unit_specs, stages)
     if job.recompute.mode == "selective":
         kinds = [unit.kind for unit in model.unit_specs]

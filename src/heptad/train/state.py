@@ -16,6 +16,7 @@ from heptad.loader.loader import Loader
 from heptad.mesh.collectives import Group, barrier
 from heptad.optim.roles import kind_of, state_slots
 from heptad.train.agreement import require_same_replicas
+from heptad.train.balance import shapes
 from heptad.train.runfolder import RunFolder
 from heptad.train.step import Trainer
 
@@ -65,6 +66,7 @@ def tensors_of(trainer: Trainer) -> dict[str, tuple[int, ...]]:
         found[spec.name] = spec.shape
         for slot in state_slots(section, kind_of(section, spec)) if spec.trainable else ():
             found[f"{slot}/{spec.name}"] = spec.shape
+    found.update(shapes(trainer.parallel.model))
     assert all(found.get(piece.name) == piece.shape for piece in trainer.pieces())
     return found
 
@@ -72,7 +74,7 @@ def tensors_of(trainer: Trainer) -> dict[str, tuple[int, ...]]:
 def restore(trainer: Trainer, reader: Reader) -> Counts:
     """Load weights and optimizer state of any layout's checkpoint; strict about names and shapes (CheckpointError)."""
     reader.check(tensors_of(trainer))
-    reader.load([shard.piece(shard.master) for shard in trainer.engine.shards])
+    reader.load([shard.piece(shard.master) for shard in trainer.engine.shards] + trainer.balance.pieces())
     trainer.optimizer.load(reader.fill, reader.meta["optimizer"])
     trainer.engine.refresh()
     return Counts(reader.step, int(reader.meta["tokens"]), int(reader.meta["targets"]))

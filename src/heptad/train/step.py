@@ -6,7 +6,7 @@ ranks under the backward; then, in U: the gradient norm of the whole model, one 
 not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of them counts, the
 others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. Context ranks take their
 own tokens of the batches they all read, before anything else, and each counts its own targets; a token counts once
-(C-123). An asynchronous pipeline updates inside the step (`stale.py`); U then only reports. Read next:
+(C-123). Biases of routers move last (`balance.py`). An asynchronous pipeline updates inside the step (`stale.py`); U then only reports. Read next:
 `schedule/executor.py`, `axes/context/take.py`, `optim/build.py`, `loop.py`.
 """
 
@@ -36,6 +36,7 @@ from heptad.optim.build import build_optimizer
 from heptad.optim.norm import clip_, total_norm
 from heptad.optim.schedule import lr_at
 from heptad.trace import Event
+from heptad.train.balance import Balance
 from heptad.train.stale import StageUpdates
 
 
@@ -105,6 +106,10 @@ class Trainer:
         self.counts = coords["tp"] == 0
         self.counts_targets = self.counts and coords["pp"] == 0
         self.pipeline = self.mesh.group("pp")
+        held = range(len(self.parallel.model.units))
+        if self.parallel.stages is not None:
+            held = self.parallel.stages.held(coords["pp"])
+        self.balance = Balance(self.parallel.model, frozenset(held), self.loss_group, self.counts)
         self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
         self.program = self.parallel.program(microbatches_of(job))
         self.result: StepResult | None = None
@@ -128,6 +133,7 @@ class Trainer:
         num_tokens = sum(batch.ids.numel() for batch in batches) * self.mesh.layout.data_ranks
         batches = self.own(batches)
         self._mode(training=True)
+        self.balance.begin()
         stale = self.stale
         if stale is not None:
             stale.begin(step, batches)
@@ -149,6 +155,7 @@ class Trainer:
             update_stage = None if stale is None else stale.update
             run(self.program, batches, scale, update, record, outputs_ready=early, update_stage=update_stage)
         assert self.result is not None
+        self.balance.end(updated=not self.result.skipped)
         return replace(self.result, num_tokens=num_tokens)
 
     def own(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -158,7 +165,8 @@ class Trainer:
 
     def pieces(self) -> list[Piece]:
         """All that an update changes: this rank's weights (under the parameter's name) and optimizer state."""
-        return [shard.piece(shard.master) for shard in self.engine.shards] + self.optimizer.pieces()
+        weights = [shard.piece(shard.master) for shard in self.engine.shards]
+        return weights + self.balance.pieces() + self.optimizer.pieces()
 
     def _library_ledger(self) -> AbstractContextManager[object]:
         """For an engine whose collectives do not pass `mesh/collectives.py`; Heptad's own count themselves."""

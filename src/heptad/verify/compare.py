@@ -287,8 +287,9 @@ class Judge:
         return error
 
     def parameters(self, params: dict[str, Tensor]) -> None:
-        """Every parameter after the update from the same gradients; frozen ones must not have moved."""
-        right = self.reference.values
+        """Every parameter after the update from the same gradients, and the biases of routers after the same loads;
+        frozen ones must not have moved."""
+        right = self.reference.state()
         assert set(params) == set(right), sorted(set(params) ^ set(right))
         for name in right:
             self._add("parameter", name, self._exact(name, params[name], right), self.bound)

@@ -115,7 +115,7 @@ class Watched(Trainer):
         self.updates.clear()
         self.mesh.ledger.reset()
         result = self.step(step, batches, count_library=True)
-        params = [shard.piece(shard.master.clone()) for shard in self.engine.shards]
+        params = [shard.piece(shard.master.clone()) for shard in self.engine.shards] + self.balance.pieces()
         outputs = [self.outputs.get(_first(batch), {}) for batch in batches]
         return RankStep(result, self.grads, list(self.updates), params, outputs, self.mesh.ledger.transfers())
 

@@ -12,7 +12,8 @@ proves two links: same parameters -> same gradients; same gradients -> same para
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from heptad.models.build import build
 from heptad.models.init import fill
 from heptad.models.spec import ParamSpec
 from heptad.precision.policy import Policy
+from heptad.train.balance import biased, summed
 from heptad.verify.update import WholeOptimizer
 
 Grads = dict[str, Tensor]
@@ -57,12 +59,14 @@ class Reference:
         self.job, self.policy = job, Policy.of(job.precision, "cpu")
         self.model = build(job)
         self.model.materialise(job.train.seed, torch.device("cpu"), self.policy.params)
+        self.model.place(torch.device("cpu"), self.policy.master)
         self.model.module.train()
         self.specs = self.model.specs
         self.values = {spec.name: self._initial(spec) for spec in self.specs}
         self.masters = {spec.name: self.values[spec.name] for spec in self.specs if spec.trainable}
         self.optimizer = WholeOptimizer(job.optimizer, self.specs, job.train.steps)
         self.loader = Loader(job, 0, 1, tokens)
+        self.loads: dict[str, Tensor] = {}
 
     def _initial(self, spec: ParamSpec) -> Tensor:
         values = torch.empty(spec.shape, dtype=self.policy.master if spec.trainable else self.policy.params)
@@ -75,7 +79,32 @@ class Reference:
 
     def compute(self, step: int) -> Figures:
         """Loss, gradients and norm of step `step` at the present parameters."""
-        return self._compute(self.batches(step), flipped=False)
+        with self._counted():
+            return self._compute(self.batches(step), flipped=False)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Inside, every forward's load of the experts is added to `loads`, which is empty before."""
+        chosen = biased(self.model)
+        for router in chosen.values():
+            router.loads = {}
+        try:
+            yield
+        finally:
+            self.loads = {name: summed(router) for name, router in chosen.items()}
+            for router in chosen.values():
+                router.loads = None
+
+    def state(self) -> Grads:
+        """Every parameter, and the bias of every router that has one, whole."""
+        return self.values | {name: router.bias for name, router in biased(self.model).items() if router.bias is not None}
+
+    def balance(self) -> None:
+        """The biases of routers after the step that `loads` is of."""
+        for name, router in biased(self.model).items():
+            assert router.bias is not None
+            mean = self.loads[name].double().mean()
+            router.bias = router.bias + router.speed * (mean - self.loads[name].double()).sign().to(router.bias)
 
     def follow(self, step: int, updates: Sequence[Grads]) -> Figures:
         """What `compute` gives; `updates`: the gradients of each update inside the step, of which there are none."""
@@ -105,6 +134,7 @@ class Reference:
         norm, limit = norm_of(grads), self.job.optimizer.clip_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
         self.optimizer.step(step, self.masters, {name: grad * factor for name, grad in grads.items()})
+        self.balance()
 
     def _compute(self, batches: Sequence[Batch], flipped: bool) -> Figures:
         by_name = {spec.name: spec for spec in self.specs}
@@ -184,4 +214,5 @@ def joined(batches: list[Batch]) -> Batch:
     """One batch of all sequences."""
     names = ("ids", "labels", "positions", "documents", "index")
     parts: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
-    return Batch(step=batches[0].step, mixed=None, **parts)
+    real = [torch.ones_like(batch.ids, dtype=torch.bool) if batch.real is None else batch.real for batch in batches]
+    return Batch(step=batches[0].step, mixed=None, real=torch.cat(real), **parts)

@@ -58,6 +58,17 @@ class StaleReference(Reference):
         number = len(batches) // (self.job.layout.dp_replicate * self.job.layout.dp_shard)
         given, history, found = list(updates), [self._copy()], []
         self._seen = []
+        with self._counted():
+            found += self._run(batches, number, given, history, step)
+        if any(figures.num_targets for figures in found):
+            self.balance()
+        return stacked(found)
+
+    def _run(
+        self, batches: list[Batch], number: int, given: list[Grads], history: list[Grads], step: int
+    ) -> list[Figures]:
+        """The step's micro-batches in order, each followed by its update."""
+        found = []
         for index in range(number):
             used = {name: history[self.version(self._stage[name], index)][name] for name in self.values}
             self._seen.append((used, batches[index::number]))
@@ -68,7 +79,7 @@ class StaleReference(Reference):
                 if all(math.isfinite(float(grad.double().sum())) for grad in grads.values()):
                     self.optimizer.step(step, self.masters, grads)
             history.append(self._copy())
-        return stacked(found)
+        return found
 
     def reordered(self, step: int) -> list[Figures]:
         """The step that was followed last, each micro-batch with its weights and its sums in another order."""

@@ -9,17 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from heptad.config.experts import routes
 from heptad.config.schema import ModelSection
 
 
 def unit_costs(section: ModelSection, seq_len: int) -> tuple[float, ...]:
-    """Cost of each unit's forward in FLOPs a token / 2: embedding, blocks, head."""
+    """Cost of each unit's forward in FLOPs a token / 2: embedding, blocks, head (with multi-token prediction)."""
+    width, matrices = section.width, 3 if section.mlp == "gated" else 2
+    attention = _latent(section, seq_len) if section.attention_kind == "mla" else _attention(section, seq_len)
+    dense, routed = attention + matrices * width * section.mlp_width, 0
+    if section.experts is not None:
+        met = section.experts_per_token + section.shared_experts
+        routed = attention + width * section.experts
+        routed += met * matrices * width * (section.expert_width or section.mlp_width)
+    blocks = (float(routed if routes(section, layer) else dense) for layer in range(section.layers))
+    further = section.mtp_depth * (2 * width * width + (routed or dense) + width * section.vocab)
+    return (0.0, *blocks, float(width * section.vocab + further))
+
+
+def _attention(section: ModelSection, seq_len: int) -> int:
     head_dim = section.head_dim or section.width // section.heads
     heads, kv_heads = section.heads * head_dim, (section.kv_heads or section.heads) * head_dim
-    matrices = 3 if section.mlp == "gated" else 2
-    attention = 2 * section.width * (heads + kv_heads) + heads * seq_len  # causal: half of 2·H·d·L
-    block = float(attention + matrices * section.width * section.mlp_width)
-    return (0.0, *(block for _ in range(section.layers)), float(section.width * section.vocab))
+    return 2 * section.width * (heads + kv_heads) + heads * seq_len  # causal: half of 2·H·d·L
+
+
+def _latent(section: ModelSection, seq_len: int) -> int:
+    nope, rope, value = section.qk_nope_head_dim or 0, section.qk_rope_head_dim or 0, section.v_head_dim or 0
+    width, heads, rank = section.width, section.heads, section.kv_lora_rank or 0
+    query = heads * (nope + rope)
+    queries = width * query if section.q_lora_rank is None else section.q_lora_rank * (width + query)
+    keys_values = width * (rank + rope) + rank * heads * (nope + value)
+    return queries + keys_values + heads * value * width + heads * (nope + rope + value) * seq_len // 2
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
