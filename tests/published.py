@@ -11,4 +11,7 @@ PUBLISHED = {
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
     "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3": 671_026_404_352 + 11_610_067_968,  # the main model, and multi-token prediction
 }

@@ -3,11 +3,11 @@
 A token costs 6 FLOPs for each parameter that multiplies (2 forward, 4 backward) and its attention scores and values:
 6·layers·H·(d_qk + d_v)·L under "full", half of it under "causal" (the half that a causal mask leaves; L² / 2, the
 diagonal not counted extra). Layers are the main model's and one for each depth of multi-token prediction, which is
-counted as if every position had a token to predict. Packed documents attend within themselves: L² is then the sum of squared lengths (C-124).
-Under a sliding window w, L² is the number of pairs less than w apart, L² - (L - w)(L - w + 1): of them a causal mask
-leaves half and half of the diagonal, as without a window.
-Norms, activations and the softmax are not counted; recompute never is, so MFU compares with the papers' and cannot
-pass 1 under "causal". A token counts once, whatever cp, tp and pp do with it (C-123). Read next: `parameters.py`.
+counted as if every position had a token to predict. Packed documents attend within themselves: L² is then the sum of
+squared lengths (C-124). Under a sliding window w, L² is the number of pairs less than w apart, L² - (L - w)(L - w + 1):
+of them a causal mask leaves half and half of the diagonal, as without a window. Norms, activations and the softmax are
+not counted; recompute never is, so MFU compares with the papers' and cannot pass 1 under "causal". A token counts once,
+whatever cp, tp and pp do with it (C-123). Read next: `parameters.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A file for each kind of rule: arithmetic of sizes and degrees (`sizes.py`, of th
 `pipeline.py`, of one without a flush `pipedream.py`), the optimizer (`optimizer.py`), which blocks are recomputed
 (`recompute.py`), experts, latent attention and multi-token prediction (`experts.py`), options whose axis is not built
 yet (`unbuilt.py`), options that would have no effect in this job (`effect.py`). A job is checked as it was loaded (a
-model preset is expanded here), before anything is derived and before any process starts. Whether a pipeline's schedule can do these numbers is its generator's to say:
-`axes/pipeline/legal.py` adds that, and is what every verb calls.
+model preset is expanded here), before anything is derived and before any process starts. Whether a pipeline's schedule
+can do these numbers is its generator's to say: `axes/pipeline/legal.py` adds that, and is what every verb calls.
 """
 
 from __future__ import annotations

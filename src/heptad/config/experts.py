@@ -98,7 +98,8 @@ def _idle(model: ModelSection) -> Iterator[Problem]:
         names = ("q_lora_rank", *LATENT)
         yield from idle("model", model, names, 'attention_kind is "gqa"', 'attention_kind = "mla"')
     if not model.mtp_depth:
-        yield from idle("model", model, ("mtp_weight",), "nothing further is predicted (mtp_depth = 0)", "mtp_depth = 1")
+        why = "nothing further is predicted (mtp_depth = 0)"
+        yield from idle("model", model, ("mtp_weight",), why, "mtp_depth = 1")
 
 
 def _unbuilt(job: Job, model: ModelSection) -> Iterator[Problem]:

@@ -1,8 +1,9 @@
 """HuggingFace's names and layouts of the decoder's parameters, both ways: Llama, Qwen3, Mixtral, DeepSeek-V3; GPT-2.
 
 GPT-2 keeps linears as Conv1D (input dim first) and q, k, v in one. Of experts gate and up are one stack, as
-`transformers` holds them in memory (5.x); of DeepSeek-V3 the rotated features of a head are interleaved, so rows of what
-makes them are permuted. Its multi-token prediction has no place in that model and is left out. Read next: `spec.py`, `tests/models/test_hf_parity.py` (logits equal in float64).
+`transformers` holds them in memory (5.x); of DeepSeek-V3 the rotated features of a head are interleaved, so rows of
+what makes them are permuted. Its multi-token prediction has no place in that model and is left out. Read next:
+`spec.py`, `tests/models/test_hf_parity.py` (logits equal in float64).
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ _GPT2 = {
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """Where one of our parameters lies: tensor `name`; `transposed`: last two dims the other way round than ours; `rows`
-    [start, stop) of the output dim where several of ours share it; `order`: the row of theirs that is each of ours."""
+    """Where one of our parameters lies: tensor `name`; `transposed`: its last two dims are the other way round than ours;
+    `rows` [start, stop) of the output dim where several of ours share it; `order`: of each of our rows, theirs."""
 
     name: str
     transposed: bool = False

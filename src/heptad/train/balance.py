@@ -74,4 +74,6 @@ def summed(router: Router) -> Tensor:
 
 def shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
     """Every bias of the model and its shape, also of blocks that run elsewhere."""
-    return {f"{name}.bias": (router.gate.weight.shape[0],) for name, router in routers(model.module).items() if router.speed}
+    return {
+        f"{name}.bias": (router.gate.weight.shape[0],) for name, router in routers(model.module).items() if router.speed
+    }

@@ -6,8 +6,8 @@ ranks under the backward; then, in U: the gradient norm of the whole model, one 
 not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of them counts, the
 others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. Context ranks take their
 own tokens of the batches they all read, before anything else, and each counts its own targets; a token counts once
-(C-123). Biases of routers move last (`balance.py`). An asynchronous pipeline updates inside the step (`stale.py`); U then only reports. Read next:
-`schedule/executor.py`, `axes/context/take.py`, `optim/build.py`, `loop.py`.
+(C-123). Biases of routers move last (`balance.py`). An asynchronous pipeline updates inside the step (`stale.py`); U
+then only reports. Read next: `schedule/executor.py`, `axes/context/take.py`, `optim/build.py`, `loop.py`.
 """
 
 from __future__ import annotations

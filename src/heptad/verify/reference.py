@@ -97,7 +97,8 @@ class Reference:
 
     def state(self) -> Grads:
         """Every parameter, and the bias of every router that has one, whole."""
-        return self.values | {name: router.bias for name, router in biased(self.model).items() if router.bias is not None}
+        biases = {name: router.bias for name, router in biased(self.model).items()}
+        return self.values | {name: bias for name, bias in biases.items() if bias is not None}
 
     def balance(self) -> None:
         """The biases of routers after the step that `loads` is of."""

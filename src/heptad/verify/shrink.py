@@ -2,12 +2,13 @@
 
 Kept: every axis's degree, how a cut sequence attends, stage, engine, prefetch, sequence parallel, recompute, offload,
 compilation, kind of attention, tied head, norms, biases, dropout, frozen parameters, query heads per kv head, ranks
-that share a kv head, optimizer and its rules, clipping, how many units share a bucket (`bucket_mb` shrinks with the
-blocks), whether blocks are left out of recompute, and whether its segments and the loss's chunks are one or several.
-Shrunk: sizes, to distinct odd primes where the model allows (a prime divides by no degree, so every shard is uneven),
-and the number of blocks (`blocks.py`), sequences and micro-batches, to 3 where there are more; with a pipeline, stages
-and schedule are kept, with as many blocks and micro-batches as they need (`stages.py`). Raised: initial spread and
-learning rate, so that attention is not uniform and a stale parameter differs visibly. `notes` says all of it in words.
+that share a kv head, kind of router and of attention (`experts.py`), optimizer and its rules, clipping, how many units
+share a bucket (`bucket_mb` shrinks with the blocks), whether blocks are left out of recompute, and whether its segments
+and the loss's chunks are one or several. Shrunk: sizes, to distinct odd primes where the model allows (a prime divides
+by no degree, so every shard is uneven), and the number of blocks (`blocks.py`), sequences and micro-batches, to 3 where
+there are more; with a pipeline, stages and schedule are kept, with as many blocks and micro-batches as they need
+(`stages.py`). Raised: initial spread and learning rate, so that attention is not uniform and a stale parameter differs
+visibly. `notes` says all of it in words.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from heptad.models.resolve import resolve
 from heptad.models.spec import param_specs
 from heptad.precision.dtypes import dtypes_of
 from heptad.units import BYTES_PER_ELEMENT, MB
+from heptad.verify import experts
 from heptad.verify.blocks import shrink_blocks, shrink_frozen
 from heptad.verify.stages import shrink_microbatches, shrink_stages, stage_sizes
 
@@ -118,6 +120,7 @@ def _staged(job: Job, wanted: tuple[int, ...], notes: list[str]) -> Job:
 
 _SIZES = (
     "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "vocab", "max_positions", "init_std", "window",
+    *experts.SIZES,
 )  # fmt: skip
 
 
@@ -189,6 +192,7 @@ def _model(model: ModelSection, layers: int, sizes: _Sizes, layout: LayoutSectio
             "init_std": max(model.init_std, INIT_STD),
             "window": model.window if (model.window or 0) < sizes.seq_len else sizes.seq_len // 2,
             "frozen": shrink_frozen(model, layers),
+            **experts.shrink_experts(model, layers),
         }
     )
 
