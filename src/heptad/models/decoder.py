@@ -12,7 +12,7 @@ Cost: see `account/parameters.py` and `account/flops.py`. Read next: `layers.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -178,7 +178,10 @@ class Head(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """The loss of `batch`, summed over its targets; on one rank torch's cross-entropy for ordinary autograd."""
         loss = self._loss(self.norm(x), batch)
-        for depth, prediction in enumerate(self.predictions if self.training else (), 1):
+        if not self.training:
+            return loss
+        prediction: Any
+        for depth, prediction in enumerate(self.predictions, 1):
             ids, further = shifted(batch, depth)
             x = prediction(x, ids, further)
             loss = loss + self.prediction_weight * self._loss(prediction.norm(x), further)

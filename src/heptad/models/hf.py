@@ -67,8 +67,8 @@ _GPT2 = {
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """Where one of our parameters lies: tensor `name`; `transposed`: its last two dims are the other way round than ours;
-    `rows` [start, stop) of the output dim where several of ours share it; `order`: of each of our rows, theirs."""
+    """Where one of our parameters lies: tensor `name`; `transposed`: its last two dims lie the other way round; `rows`
+    [start, stop) of the output dim where several of ours share it; `order`: for each of our rows, the row of theirs."""
 
     name: str
     transposed: bool = False

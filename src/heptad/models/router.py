@@ -169,7 +169,8 @@ class Router(nn.Module):
                 scores = scores / (scores.sum(-1, keepdim=True) + TINY)
                 chosen = scores.detach().topk(self.choices).indices
             picked = hits(chosen.view(*real.shape, -1), experts) & counted
-            load = self.summed(picked.sum(1)) * (experts / self.choices) / number.unsqueeze(1)  # [B, E], 1 where even
+            load = self.summed(picked.sum(1)).to(scores.dtype)  # [B, E]
+            load = load * (experts / self.choices) / number.unsqueeze(1)  # 1 where even
             mean = torch.where(counted, scores.view(*real.shape, -1), 0.0).sum(1) / number.unsqueeze(1)  # own tokens'
             total = total + self.balance * (load * mean).sum()
         if self.z_loss:

@@ -106,14 +106,12 @@ class Trainer:
         self.counts = coords["tp"] == 0
         self.counts_targets = self.counts and coords["pp"] == 0
         self.pipeline = self.mesh.group("pp")
-        held = range(len(self.parallel.model.units))
-        if self.parallel.stages is not None:
-            held = self.parallel.stages.held(coords["pp"])
-        self.balance = Balance(self.parallel.model, frozenset(held), self.loss_group, self.counts)
+        stages, model = self.parallel.stages, self.parallel.model
+        held = frozenset(range(len(model.units)) if stages is None else stages.held(coords["pp"]))
+        self.balance = Balance(model, held, self.loss_group, self.counts)
         self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
         self.program = self.parallel.program(microbatches_of(job))
         self.result: StepResult | None = None
-        stages = self.parallel.stages
         asynchronous = stages is not None and stages.schedule.asynchronous
         self.stale = StageUpdates(self.parallel, self.optimizer, self.counts_targets) if asynchronous else None
 

@@ -5,7 +5,7 @@ Read next: `fault.py` (what a fault is), `faults.py` (all of them), `axes/data/e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -198,6 +198,9 @@ class _Nowhere:
         """Forgotten."""
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+        """Forgotten."""
+
+    def add_groups(self, param: nn.Parameter, a: Tensor, b: Tensor, counts: Sequence[int]) -> None:
         """Forgotten."""
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:

@@ -10,7 +10,7 @@ range.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -105,6 +105,10 @@ class Fsdp2Engine:
         raise AssertionError("fsdp2 uses no taps")
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+        """Never called either."""
+        raise AssertionError("fsdp2 uses no taps")
+
+    def add_groups(self, param: nn.Parameter, a: Tensor, b: Tensor, counts: Sequence[int]) -> None:
         """Never called either."""
         raise AssertionError("fsdp2 uses no taps")
 

@@ -1,0 +1,84 @@
+"""Experts, latent attention and multi-token prediction under the data axis, pipelines and recompute: as one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.verify.layouts import compared, layout_job
+from tests.verify.test_layouts import assert_right
+
+from heptad.config.check import check
+from heptad.config.load import load
+from heptad.models.resolve import resolve
+from heptad.verify.shrink import shrink
+
+SOFTMAX: dict[str, Any] = dict(
+    layers=3, mlp_width=11, experts=5, experts_per_token=2, expert_width=7, dense_layers=1, aux_loss=0.3, z_loss=0.05,
+    jitter=0.1, capacity_factor=0.8,
+)  # fmt: skip
+DEEPSEEK: dict[str, Any] = dict(
+    layers=3, kv_heads=None, head_dim=None, attention_kind="mla", q_lora_rank=11, kv_lora_rank=9, qk_nope_head_dim=5,
+    qk_rope_head_dim=4, v_head_dim=3, experts=6, experts_per_token=2, expert_width=7, dense_layers=1,
+    router="deepseek", router_groups=3, router_group_limit=2, balance_loss=0.1, shared_experts=1, routed_scale=1.7,
+    bias_update_speed=0.05,
+)  # fmt: skip
+FURTHER = {**DEEPSEEK, "mtp_depth": 1}
+FOUR = {**FURTHER, "layers": 4}
+
+
+def piped(schedule: str, model: dict[str, Any], ranks: int = 1, **layout: Any) -> dict[str, Any]:
+    return dict(zero=1, ranks=ranks, accumulation=4, model=model, layout=dict(pp=2, schedule=schedule, **layout))
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "stage 0": dict(zero=0, ranks=2, model=DEEPSEEK),
+    "stage 1, hsdp": dict(zero=1, ranks=4, hsdp=True, model=FURTHER),
+    "stage 2": dict(zero=2, ranks=2, model=SOFTMAX),
+    "stage 3, hsdp": dict(zero=3, ranks=4, hsdp=True, model=SOFTMAX),
+    "stage 3, tied": dict(zero=3, ranks=2, tied=True, model=FURTHER),
+    "recomputed": dict(zero=3, ranks=2, model=DEEPSEEK, recompute=dict(mode="full")),
+    "recomputed in part": dict(zero=1, ranks=2, model=DEEPSEEK, recompute=dict(mode="selective")),
+    "offload": dict(zero=1, ranks=2, model=SOFTMAX, offload=dict(activations="cpu")),
+    "fsdp2": dict(zero=3, ranks=2, model=DEEPSEEK, layout=dict(engine="fsdp2")),
+    "muon": dict(zero=3, ranks=2, model=DEEPSEEK, optimizer=dict(name="muon", muon_lr=0.05)),
+    "fp32": dict(zero=2, ranks=2, model=DEEPSEEK, params="fp32"),
+    "1f1b": piped("1f1b", FURTHER),
+    "zbh1": piped("zbh1", SOFTMAX, 2),
+    "zbv": piped("zbv", FOUR),
+    "interleaved": piped("interleaved", FOUR),
+    "dualpipe": piped("dualpipe", FURTHER, 2),
+    "dualpipev": piped("dualpipev", FOUR),
+    "pipedream": {**piped("pipedream", DEEPSEEK), "optimizer": dict(clip_norm=None)},
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_layouts(name: str) -> None:
+    assert_right(layout_job(**JOBS[name]))
+
+
+def test_c_044_the_loss_of_a_router_below_the_last_stage_changes_its_gradient_alone() -> None:
+    """Of two pipelines with other coefficients the first loss is the same, and the first gradient norm is not."""
+    found = [
+        compared(layout_job(**piped("1f1b", {**SOFTMAX, "aux_loss": factor}), params="fp64"), steps=1)
+        for factor in (0.0, 1e3)
+    ]
+    assert all(not item.differences for item in found)
+    assert found[0].losses == found[1].losses
+    assert found[0].relative_error != found[1].relative_error
+
+
+@pytest.mark.parametrize("preset", ["debug-moe", "deepseek-v3", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_shrunk_jobs_keep_their_kind(preset: str) -> None:
+    job = resolve(load("debug-moe", [f"model.preset={preset}"]))
+    small = shrink(job, 3).job
+    check(small)
+    before, after = job.model, small.model
+    for name in ("attention_kind", "router", "normalise_top_k", "capacity_factor", "mtp_depth", "mtp_weight"):
+        assert getattr(before, name) == getattr(after, name)
+    assert (after.dense_layers > 0) == (before.dense_layers > 0) and after.dense_layers < after.layers
+    assert after.experts is not None and after.experts > after.experts_per_token > 1
+    assert (after.router_group_limit, after.router_groups) in ((1, 1), (2, 3), (2, 4))
+    assert (after.bias_update_speed > 0) == (before.bias_update_speed > 0)
+    assert after.width == 13 and (after.expert_width or 0) <= 7
