@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.models.helpers import GPT, LLAMA, QWEN, packed
+from tests.models.moe import DEEPSEEK, SOFTMAX
 from torch.utils.flop_counter import FlopCounterMode
 
 from heptad.account.flops import attention_flops, flops_per_token, mfu, model_flops, pairs, tokens_per_s
-from heptad.account.parameters import by_role, multiplying, total
+from heptad.account.parameters import active, by_role, main, multiplying, total
 from heptad.config.presets import model_preset
 from heptad.config.schema import ModelSection
 from heptad.models.batch import visible
@@ -44,6 +45,44 @@ def test_flops_equal_the_matmuls_torch_counts(section: ModelSection) -> None:
     with FlopCounterMode(display=False) as counter:
         model(batch).backward()
     assert counter.get_total_flops() == model_flops(section, [13, 13, 13], "full")
+
+
+MOE = [
+    SOFTMAX,
+    DEEPSEEK.model_copy(update={"shared_experts": 1, "dense_layers": 0}),
+    DEEPSEEK.model_copy(update={"q_lora_rank": None, "mlp": "plain"}),
+]
+
+
+@pytest.mark.parametrize("section", MOE)
+def test_flops_of_experts_and_latent_attention_equal_the_matmuls_torch_counts(section: ModelSection) -> None:
+    """Without drops every token meets K experts, whichever they are."""
+    formed = section.model_copy(update={"attention_dropout": 0.5})
+    model, batch = Decoder(formed, device="cpu"), packed([[13], [13], [13]])
+    with FlopCounterMode(display=False) as counter:
+        model(batch).backward()
+    assert counter.get_total_flops() == model_flops(section, [13, 13, 13], "full")
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "met"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("deepseek-v3", 671_026_404_352, 37_552_282_624),
+    ],
+)
+def test_published_totals_and_active_parameters(name: str, whole: int, met: int) -> None:
+    """46.7 and 12.9 B; 30.5 and 3.3 B; 671 and 37 B (36.63 B without the lookup), 11.61 B more for the prediction."""
+    section = ModelSection.model_validate(model_preset(name))
+    assert (total(main(section)), active(section)) == (whole, met)
+    if section.mtp_depth:
+        assert met - section.vocab * section.width == 36_625_603_584
+        assert total(param_specs(section)) - whole == 11_610_067_968
+        plain = section.model_copy(update={"mtp_depth": 0})
+        further = multiplying(section) - multiplying(plain)
+        block = multiplying(plain) - multiplying(plain.model_copy(update={"layers": 60}))
+        assert further == block + 2 * section.width**2 + section.vocab * section.width
 
 
 def test_c_124_attention_flops() -> None:

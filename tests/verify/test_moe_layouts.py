@@ -59,14 +59,12 @@ def test_layouts(name: str) -> None:
 
 
 def test_c_044_the_loss_of_a_router_below_the_last_stage_changes_its_gradient_alone() -> None:
-    """Of two pipelines with other coefficients the first loss is the same, and the first gradient norm is not."""
+    """Of two pipelines with other coefficients the first loss is the same, and the one after an update is not."""
     found = [
-        compared(layout_job(**piped("1f1b", {**SOFTMAX, "aux_loss": factor}), params="fp64"), steps=1)
-        for factor in (0.0, 1e3)
+        compared(layout_job(**piped("1f1b", {**SOFTMAX, "aux_loss": factor}), params="fp64")) for factor in (0.0, 1e3)
     ]
     assert all(not item.differences for item in found)
-    assert found[0].losses == found[1].losses
-    assert found[0].relative_error != found[1].relative_error
+    assert found[0].losses[0] == found[1].losses[0] and found[0].losses[1] != found[1].losses[1]
 
 
 @pytest.mark.parametrize("preset", ["debug-moe", "deepseek-v3", "mixtral-8x7b", "qwen3-30b-a3b"])
@@ -79,6 +77,6 @@ def test_shrunk_jobs_keep_their_kind(preset: str) -> None:
         assert getattr(before, name) == getattr(after, name)
     assert (after.dense_layers > 0) == (before.dense_layers > 0) and after.dense_layers < after.layers
     assert after.experts is not None and after.experts > after.experts_per_token > 1
-    assert (after.router_group_limit, after.router_groups) in ((1, 1), (2, 3), (2, 4))
+    assert (after.router_group_limit, after.router_groups) in ((None, 1), (2, 3), (2, 4))
     assert (after.bias_update_speed > 0) == (before.bias_update_speed > 0)
     assert after.width == 13 and (after.expert_width or 0) <= 7

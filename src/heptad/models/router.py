@@ -108,10 +108,9 @@ class Router(nn.Module):
 
     def __init__(self, section: ModelSection, seed: int, name: str) -> None:
         super().__init__()
-        assert section.experts is not None and section.router_group_limit is not None
-        self.choices, self.groups, self.group_limit = (
-            section.experts_per_token, section.router_groups, section.router_group_limit,
-        )  # fmt: skip
+        assert section.experts is not None
+        self.choices, self.groups = section.experts_per_token, section.router_groups
+        self.group_limit = section.router_group_limit or section.router_groups
         self.sigmoid, self.normalise = section.router == "deepseek", section.normalise_top_k
         self.scale, self.capacity_factor = section.routed_scale, section.capacity_factor
         self.balance = section.balance_loss if self.sigmoid else section.aux_loss

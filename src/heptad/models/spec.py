@@ -110,7 +110,8 @@ def complete(section: ModelSection) -> ModelSection:
     filled: dict[str, object] = {"head_dim": head_dim, "kv_heads": kv_heads}
     if section.experts is not None:
         filled["expert_width"] = section.expert_width or section.mlp_width
-        filled["router_group_limit"] = section.router_group_limit or section.router_groups
+        if section.router == "deepseek":
+            filled["router_group_limit"] = section.router_group_limit or section.router_groups
     return section.model_copy(update=filled)
 
 

@@ -41,12 +41,11 @@ def shrink_experts(model: ModelSection, layers: int) -> dict[str, object]:
 
 def _fewer(model: ModelSection) -> dict[str, object]:
     """Experts, choices and groups where there were many."""
-    assert model.router_group_limit is not None
     choices = min(model.experts_per_token, CHOICES)
     if model.router_groups == 1:
         return {"experts": EXPERTS - 1, "experts_per_token": choices}
     groups = min(model.router_groups, GROUPS)
-    limited = model.router_group_limit < model.router_groups
-    limit = min(model.router_group_limit, groups - 1) if limited else groups
+    most = model.router_group_limit or model.router_groups
+    limit = min(most, groups - 1) if most < model.router_groups else groups
     experts = {"experts": 2 * groups, "experts_per_token": choices}
     return {**experts, "router_groups": groups, "router_group_limit": limit}

@@ -1,0 +1,90 @@
+"""Rules of experts, latent attention and multi-token prediction; messages as a user reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from heptad.config.check import problems
+from heptad.config.load import load
+from heptad.config.schema import Job, ModelSection
+from heptad.errors import ConfigError
+from heptad.models.build import build
+from heptad.models.resolve import resolve
+from heptad.models.spec import complete
+
+BASE = load("debug-moe")
+
+
+def found(layout: dict[str, Any] | None = None, **model: Any) -> list[str]:
+    """What is wrong with debug-moe changed so: "field: rule (fix)"."""
+    changed = {**BASE.model_dump(by_alias=True), "model": {"preset": "debug-moe", **model}}
+    changed["layout"] = {**changed["layout"], **(layout or {})}
+    if layout and "dp_shard" not in layout:
+        changed["train"] = {**changed["train"], "global_batch": 24}
+    return [f"{item.field}: {item.rule} ({item.fix})" for item in problems(Job.model_validate(changed))]
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "choices": (dict(experts_per_token=9, router_group_limit=4), "different experts, of which there are 8"),
+    "all dense": (dict(dense_layers=4), "some block has experts: dense_layers < layers = 4 (dense_layers <= 3)"),
+    "groups": (dict(router_groups=3), "router_groups divides experts (8 % 3 = 2)"),
+    "limit": (dict(router_group_limit=5), "at most this many of the router_groups = 4"),
+    "few in groups": (dict(router_group_limit=1, experts_per_token=3), "fewer experts than experts_per_token = 3"),
+    "biases": (dict(mlp_bias=True), "routed experts are stacks of matrices without biases (mlp_bias = false)"),
+    "softmax": (dict(router="softmax"), 'would have no effect: router is "softmax"'),
+    "aux": (dict(aux_loss=0.1), "remove it, or balance_loss"),
+    "dense": (dict(experts=None), "would have no effect: there are no experts (remove it, or give model.experts)"),
+    "no value size": (dict(v_head_dim=None), 'attention_kind = "mla" has no default for it'),
+    "odd": (dict(qk_rope_head_dim=3), "qk_rope_head_dim is even (it is 3)"),
+    "wide values": (dict(v_head_dim=13), "padded to the width of queries, qk_nope_head_dim + qk_rope_head_dim = 12"),
+    "head_dim": (dict(head_dim=8), "a head is qk_nope_head_dim + qk_rope_head_dim = 12 wide (remove it)"),
+    "kv_heads": (dict(kv_heads=2), "kv_heads = heads = 8"),
+    "learned": (dict(positions="learned"), "for rotary positions"),
+    "qk_norm": (dict(qk_norm=True), "mla normalises its latents instead"),
+    "gqa": (dict(attention_kind="gqa"), 'would have no effect: attention_kind is "gqa"'),
+    "weight alone": (dict(mtp_weight=0.1), "nothing further is predicted (mtp_depth = 0)"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_is_said_once(name: str) -> None:
+    model, rule = CASES[name]
+    assert any(rule in line for line in found(**model)), found(**model)
+
+
+def test_what_is_right_is_left_alone_and_resolved_jobs_load_again() -> None:
+    assert found() == [] and found(mtp_depth=2, mtp_weight=0.1, capacity_factor=1.5, z_loss=0.1, jitter=0.1) == []
+    for preset in ("debug-moe", "deepseek-v3", "mixtral-8x7b", "qwen3-30b-a3b"):
+        job = resolve(load("debug-moe", [f"model.preset={preset}"]))
+        assert problems(job) == [] and resolve(job) == job
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_layouts_that_do_not_run_yet_are_refused(axis: str) -> None:
+    lines = found({axis: 2})
+    rule = 'not built yet with model.experts and attention_kind = "mla": it arrives with the expert axis'
+    assert f"layout.{axis}: {rule} ({axis} = 1)" in lines
+    assert any("not built yet: it arrives with the expert axis" in line for line in found({"ep": 2, "dp_shard": 2}))
+
+
+def test_predictions_want_one_token_table() -> None:
+    lines = found({"pp": 2, "schedule": "pipedream", "zero": 1}, mtp_depth=1)
+    assert any("pipedream would update it at two times" in line for line in lines)
+    assert any('engine = "fsdp2" wraps each unit by itself' in line for line in found({"engine": "fsdp2"}, mtp_depth=1))
+
+
+def test_a_class_of_ones_own_has_its_own_blocks() -> None:
+    job = Job(model=ModelSection(class_="tests.models.test_taps:Custom", experts=4))
+    with pytest.raises(ConfigError, match="has blocks of its own"):
+        build(job)
+
+
+def test_sizes_are_filled_in() -> None:
+    section = complete(ModelSection(experts=4, mlp_width=99, router="deepseek", router_groups=2))
+    assert (section.expert_width, section.router_group_limit) == (99, 2)
+    latent = complete(resolve(BASE).model)
+    assert (latent.head_dim, latent.kv_heads) == (12, 8)
+    with pytest.raises(ConfigError, match="some block has experts"):
+        complete(ModelSection(experts=4, dense_layers=2))
