@@ -76,7 +76,7 @@ def test_predictions_want_one_token_table() -> None:
 
 
 def test_a_class_of_ones_own_has_its_own_blocks() -> None:
-    job = Job(model=ModelSection(class_="tests.models.test_taps:Custom", experts=4))
+    job = Job(model=ModelSection(class_="examples.custom_model:TokenShift", experts=4))
     with pytest.raises(ConfigError, match="has blocks of its own"):
         build(job)
 
