@@ -6,6 +6,7 @@ ring of R ranks, each of them U neighbours that deal heads, C = R·U. Read next:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from heptad.config.effect import idle
@@ -18,6 +19,12 @@ def degrees(layout: LayoutSection) -> tuple[int, int]:
     """(R, U): ranks that keys and values go round, or are gathered from; neighbours that deal heads. R·U = cp."""
     inner = {"ulysses": layout.cp, "ring+ulysses": layout.cp_ulysses}.get(layout.context, 1)
     return layout.cp // inner, inner
+
+
+def sent_kv_heads(heads: int, kv_heads: int, dealt: int) -> int:
+    """Kv heads that are sent where `heads` query heads are dealt over `dealt` ranks: `kv_heads`, or copies of them, as
+    few as make equal parts that each rank's query heads need."""
+    return heads // math.gcd(heads // kv_heads, heads // dealt)
 
 
 def cuts_for_balance(layout: LayoutSection) -> bool:
