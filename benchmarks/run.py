@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from benchmarks.lines import Effort, Row
 
-from benchmarks import lines, link, netbox, overlap, pipeline, tensor, waits
+from benchmarks import context, lines, link, netbox, overlap, pipeline, ringlink, tensor, waits
 
 Lines = dict[str, Callable[[Effort], list[Row]]]
 PARTS: dict[str, Lines] = {
@@ -43,6 +43,14 @@ PARTS: dict[str, Lines] = {
         "tensor-memory": tensor.memory,
         "loss-memory": tensor.loss_memory,
     },
+    "context": {
+        "context-length": context.length,
+        "context-order": context.splits,
+        "context-balance": context.balance,
+        "context-torch": context.against_torch,
+        "context-ways": context.ways,
+        "context-link": ringlink.over_link,
+    },
     "pipeline": {
         "pipeline": pipeline.against_torch,
         "pipeline-idle": waits.idle_time,
@@ -57,7 +65,7 @@ PARTS: dict[str, Lines] = {
 }
 """A part of the page -> its lines, which are measured together."""
 LINES: Lines = {name: measure for part in PARTS.values() for name, measure in part.items()}
-NEED_BOX = ("slow-link", "hsdp", "wire", "tensor-overlap")
+NEED_BOX = ("slow-link", "hsdp", "wire", "tensor-overlap", "context-link")
 CAUSES = {
     "stage 0 ÷ torch DDP": (
         "both send the same bytes; a tapped layer costs about 70 µs of Python a step more than a plain one, 3 ms a "
@@ -76,9 +84,9 @@ Written by `make bench` (`benchmarks/run.py`); each table is one run, of the day
 Contenders run inside the same processes in short turns (A B B A …); a
 figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
 (`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
-(`benchmarks/peers.py`, `dtensor.py`, `torchpp.py`). Smaller is better everywhere. Heptad runs with its defaults but for
-`bucket_mb`: 5 against DDP, 0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen
-while looking at results.
+(`benchmarks/peers.py`, `dtensor.py`, `torchpp.py`, `torchcp.py`). Smaller is better everywhere. Heptad runs with its
+defaults but for `bucket_mb`: 5 against DDP, 0 (one block a bucket) and `prefetch` 2 over the slow link. These and the
+sizes were chosen while looking at results.
 Every process keeps the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit too.
 """
 
