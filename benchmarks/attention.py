@@ -29,6 +29,7 @@ from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.models.attention import flash_attention
 from heptad.models.batch import Batch
+from heptad.models.placement import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,16 @@ class Case:
     head_dim: int = 32
     documents: tuple[int, ...] = ()
 
-    def batch(self) -> Batch:
-        """Ids and labels 0: attention reads neither."""
+    def numbered(self) -> Ints:
+        """The number of each token's document, [1, L]."""
         lengths = self.documents or (self.length,)
-        documents = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
-        zeros, places = torch.zeros_like(documents), torch.arange(self.length)[None]
-        return Batch(zeros, zeros, places, documents, places, step=1, mixed=len(lengths) > 1)
+        return np.repeat(np.arange(len(lengths)), lengths)[None]
+
+    def batch(self) -> Batch:
+        """Ids and labels 0: attention reads neither. No mask of the whole row is made, so documents need a cut."""
+        documents, places = torch.from_numpy(self.numbered()), torch.arange(self.length)[None]
+        zeros = torch.zeros_like(documents)
+        return Batch(zeros, zeros, places, documents, places, step=1, mixed=False)
 
     def tensors(self) -> list[Tensor]:
         """q, k, v and the output's gradient, [1, heads, L, d]."""
@@ -65,6 +70,7 @@ class Side:
         self.mesh = Mesh(Layout.of(self.section), rank, [("cp",)], CPU)
         self.batch, self.core = take(case.batch(), self.section, rank), None
         tensors = case.tensors()
+        assert world > 1 or not case.documents, "one rank has no mask for documents"
         if world > 1:
             assert self.batch.context is not None and case.length % world == 0, "nothing is padded here"
             _, dealt = degrees(self.section)

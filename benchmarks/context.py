@@ -181,7 +181,7 @@ def packed(length: int, seed: int) -> tuple[int, ...]:
 
 def planned(case: Case, degree: int, split: str = "zigzag") -> float:
     """Busiest ÷ mean by the pure part."""
-    seen = pairs(place(case.batch().documents.numpy(), degree, 1, split))
+    seen = pairs(place(case.numbered(), degree, 1, split))
     return float(seen.max() / seen.mean())
 
 
