@@ -32,6 +32,12 @@ def cuts_for_balance(layout: LayoutSection) -> bool:
     return layout.cp > 1 and layout.context != "ulysses"
 
 
+def in_words(layout: LayoutSection) -> str:
+    """How a cut sequence attends: "ring, zigzag"."""
+    kind = f"{layout.context} of {layout.cp_ulysses}" if layout.context == "ring+ulysses" else layout.context
+    return f"{kind}, {layout.context_split}" if cuts_for_balance(layout) else kind
+
+
 def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
     """`model` is the section with its preset filled in."""
     layout, cp = job.layout, job.layout.cp
@@ -77,5 +83,7 @@ def _ulysses(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
         rule = f"ulysses deals the heads of a tensor rank ({own}) over {dealt} context ranks in equal parts"
         fix = f'heads = {around(model.heads, dealt * layout.tp)}, or context = "ring"'
         if layout.context == "ulysses" and model.heads % layout.tp == 0:
-            fix = f"cp = {divisors_near(model.heads // layout.tp, dealt)}, {fix}"
+            near = divisors_near(model.heads // layout.tp, dealt).split(" or ")
+            several = [number for number in near if number != "1"]  # cp = 1 would leave context without effect
+            fix = f"cp = {' or '.join(several)}, {fix}" if several else fix
         yield Problem("layout.context", layout.context, rule, fix)
