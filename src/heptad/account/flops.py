@@ -16,7 +16,7 @@ from typing import Literal
 
 from heptad.account.parameters import multiplying
 from heptad.config.schema import ModelSection
-from heptad.models.spec import complete
+from heptad.models.spec import complete, pairs
 
 Convention = Literal["causal", "full"]
 
@@ -28,15 +28,6 @@ def attention_flops(section: ModelSection, lengths: Sequence[int], convention: C
     near = sum(pairs(length, section.window) for length in lengths)
     full = 6 * section.layers * section.heads * 2 * section.head_dim * near
     return full // 2 if convention == "causal" else full
-
-
-def pairs(length: int, window: int | None) -> int:
-    """Pairs of tokens of one document that are less than `window` apart, both orders counted; None: all pairs.
-
-    A causal mask leaves (pairs + length) / 2 of them.
-    """
-    beyond = max(length - window, 0) if window is not None else 0
-    return length * length - beyond * (beyond + 1)
 
 
 def model_flops(section: ModelSection, lengths: Sequence[int], convention: Convention) -> int:

@@ -1,8 +1,9 @@
 """Which units each stage holds: neighbours, cut so that the costliest stage costs least. Pure, no torch.
 
 Costs are of one micro-batch's forward in any unit of time; the embedding's lookup costs nothing and the head as much as
-its matmul does. Of cuts with the same maximum the one with the smallest sum of squares is taken, and of those the one
-that gives the first stages more: 30 equal blocks on 4 stages are 8, 8, 7, 7. Read next: `schedule/expand.py`.
+its matmul does. A context rank has the same share of every unit, so the axis changes no ratio. Of cuts with the same
+maximum the one with the smallest sum of squares is taken, and of those the one that gives the first stages more: 30
+equal blocks on 4 stages are 8, 8, 7, 7. Read next: `schedule/expand.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from heptad.config.schema import ModelSection
+from heptad.models.spec import pairs
 
 
 def unit_costs(section: ModelSection, seq_len: int) -> tuple[float, ...]:
@@ -17,7 +19,9 @@ def unit_costs(section: ModelSection, seq_len: int) -> tuple[float, ...]:
     head_dim = section.head_dim or section.width // section.heads
     heads, kv_heads = section.heads * head_dim, (section.kv_heads or section.heads) * head_dim
     matrices = 3 if section.mlp == "gated" else 2
-    attention = 2 * section.width * (heads + kv_heads) + heads * seq_len  # causal: half of 2·H·d·L
+    attention = (
+        2 * section.width * (heads + kv_heads) + heads * pairs(seq_len, section.window) // seq_len
+    )  # causal: half of 2·H·d·L
     block = float(attention + matrices * section.width * section.mlp_width)
     return (0.0, *(block for _ in range(section.layers)), float(section.width * section.vocab))
 
