@@ -1,7 +1,7 @@
 """What the tensor axis hides: its step against the same step with every region waited for where it starts.
 
 In the backward of `columns` the gather of the input runs under the matmul of the input's gradient, and the reduction of
-that gradient under the matmuls of the weights' (`heptad/models/parallel.py`). Two nodes in a box, one rank each, so
+that gradient under the matmuls of the weights' (`heptad/models/columns.py`). Two nodes in a box, one rank each, so
 that the bytes take time on a card and not a core's. Read next: `tensor.py`, `link.py`.
 """
 

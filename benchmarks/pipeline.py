@@ -17,7 +17,7 @@ from benchmarks.torchpp import SCHEDULES, PipelinePeer
 from heptad.config.schema import Job
 from heptad.train.step import Trainer
 
-SIZE = Size(layers=8, width=192, heads=6, mlp_width=512, vocab=2048, seq_len=128, sequences=2, microbatches=8)
+SIZE = Size(layers=8, width=192, heads=6, mlp_width=512, vocab=2048, seq_len=256, sequences=2, microbatches=8)
 
 
 def piped(size: Size, ranks: int, schedule: str) -> Job:

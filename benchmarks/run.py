@@ -1,8 +1,9 @@
-"""`make bench`: measure every line of the table on this machine and write docs/benchmarks.md.
+"""`make bench`: measure every line of the tables on this machine and write docs/benchmarks.md, a table for each part.
 
-    python -m benchmarks.run                  all lines (under 25 minutes on 2 cores); writes docs/benchmarks.md
-    python -m benchmarks.run --only stage3    one line, printed, nothing written; may be given more than once
-    python -m benchmarks.run --quick          fewer repetitions: does it run, not how fast it is; nothing written
+    python -m benchmarks.run                   all parts (half an hour on 2 cores)
+    python -m benchmarks.run --part pipeline   one part in one run; the page's other tables stay
+    python -m benchmarks.run --only stage3     one line, printed, nothing written; may be given more than once
+    python -m benchmarks.run --quick           fewer repetitions: does it run, not how fast it is; nothing written
 
 Lines that need root (a cluster in a box) are reported as not measured without it. Exit code 1 when a target is
 missed.
@@ -13,37 +14,58 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 
 import torch
 from benchmarks.lines import Effort, Row
 
-from benchmarks import lines, link, netbox, overlap, pipeline, tensor, waits
+from benchmarks import context, lines, link, netbox, overlap, pipeline, ringlink, tensor, waits
 
-LINES: dict[str, Callable[[Effort], list[Row]]] = {
-    "stage0": lines.stage0,
-    "stage3": lines.stage3,
-    "slow-link": link.slow_link,
-    "hsdp": link.hybrid,
-    "memory": lines.memory,
-    "wire": link.wire,
-    "tensor": tensor.against_dtensor,
-    "tensor-one-core": tensor.against_one_core,
-    "tensor-overlap": overlap.hidden,
-    "tensor-memory": tensor.memory,
-    "loss-memory": tensor.loss_memory,
-    "pipeline": pipeline.against_torch,
-    "pipeline-idle": waits.idle_time,
-    "pipeline-overlap": waits.overlap,
-    "whole-step": lines.whole_step,
-    "compile": lines.compilation,
-    "executor": lines.executor,
-    "start-up": lines.start_up,
+Lines = dict[str, Callable[[Effort], list[Row]]]
+PARTS: dict[str, Lines] = {
+    "data": {
+        "stage0": lines.stage0,
+        "stage3": lines.stage3,
+        "slow-link": link.slow_link,
+        "hsdp": link.hybrid,
+        "memory": lines.memory,
+        "wire": link.wire,
+    },
+    "tensor": {
+        "tensor": tensor.against_dtensor,
+        "tensor-one-core": tensor.against_one_core,
+        "tensor-overlap": overlap.hidden,
+        "tensor-memory": tensor.memory,
+        "loss-memory": tensor.loss_memory,
+    },
+    "context": {
+        "context-length": context.length,
+        "context-order": context.splits,
+        "context-balance": context.balance,
+        "context-torch": context.against_torch,
+        "context-ways": context.ways,
+        "context-link": ringlink.over_link,
+    },
+    "pipeline": {
+        "pipeline": pipeline.against_torch,
+        "pipeline-idle": waits.idle_time,
+        "pipeline-overlap": waits.overlap,
+    },
+    "step": {
+        "whole-step": lines.whole_step,
+        "compile": lines.compilation,
+        "executor": lines.executor,
+        "start-up": lines.start_up,
+    },
 }
-NEED_BOX = ("slow-link", "hsdp", "wire", "tensor-overlap")
+"""A part of the page -> its lines, which are measured together."""
+LINES: Lines = {name: measure for part in PARTS.values() for name, measure in part.items()}
+NEED_BOX = ("slow-link", "hsdp", "wire", "tensor-overlap", "context-link")
 CAUSES = {
     "stage 0 ÷ torch DDP": (
         "both send the same bytes; a tapped layer costs about 70 µs of Python a step more than a plain one, 3 ms a "
@@ -58,12 +80,13 @@ CAUSES = {
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 HEADER = """# Benchmarks
 
-Written by `make bench` (`benchmarks/run.py`). Contenders run inside the same processes in short turns (A B B A …); a
+Written by `make bench` (`benchmarks/run.py`); each table is one run, of the day and on the machine named above it.
+Contenders run inside the same processes in short turns (A B B A …); a
 figure is the median of the turns' ratios over all launches, its bound the upper end of a 95 % bootstrap interval
 (`benchmarks/measure.py`). Peers are tuned as their users run them and checked to train the same model
-(`benchmarks/peers.py`, `dtensor.py`, `torchpp.py`). Smaller is better everywhere. Heptad runs with its defaults but for
-`bucket_mb`: 5 against DDP, 0 (one block a bucket) and `prefetch` 2 over the slow link. These and the sizes were chosen
-while looking at results.
+(`benchmarks/peers.py`, `dtensor.py`, `torchpp.py`, `torchcp.py`). Smaller is better everywhere. Heptad runs with its
+defaults but for `bucket_mb`: 5 against DDP, 0 (one block a bucket) and `prefetch` 2 over the slow link. These and the
+sizes were chosen while looking at results.
 Every process keeps the memory it frees, as `heptad train` does on CPU ranks (`launch/ranks.py`): the peers profit too.
 """
 
@@ -102,16 +125,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in every)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", choices=list(LINES), help="measure this line only")
-    parser.add_argument("--quick", action="store_true", help="few repetitions")
-    asked = parser.parse_args(argv)
-    effort = Effort(1, 3, 1) if asked.quick else Effort()
-    described, began = machine(), time.monotonic()
+def measured(names: Sequence[str], effort: Effort) -> tuple[list[Row], str]:
+    """Rows of these lines, printed as they come, and what to say about those that cannot be measured here."""
     rows, unmeasured, problem = [], [], netbox.missing()
-    for name in asked.only or LINES:
+    for name in names:
         if name in NEED_BOX and problem is not None:
             print(f"{name}: not measured: {problem}", file=sys.stderr)
             unmeasured.append(name)
@@ -122,16 +139,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in found:
             print(" | ".join(cells(row)), flush=True)
         rows += found
-    minutes = (time.monotonic() - began) / 60
-    if not (asked.only or asked.quick):
-        missing = f"\nNot measured ({problem}): {', '.join(unmeasured)}.\n" if unmeasured else ""
-        text = (
-            f"{HEADER}\nMachine: {described}\n\n{table(rows)}\n{missing}\nThe whole run took {minutes:.0f} minutes.\n"
-        )
+    return rows, f"\nNot measured ({problem}): {', '.join(unmeasured)}.\n" if unmeasured else ""
+
+
+def page(before: str, sections: dict[str, str]) -> str:
+    """The page with these sections new; those of other parts as they stand in `before`."""
+    found = re.split(r"^## (\w+)$\n", before, flags=re.MULTILINE)
+    old = dict(zip(found[1::2], found[2::2], strict=True))
+    every = {part: sections.get(part, old.get(part)) for part in PARTS}
+    return HEADER + "".join(f"\n## {part}\n{text.rstrip()}\n" for part, text in every.items() if text is not None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, measure, write; a part is written as soon as it is measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=list(LINES), help="measure this line only")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="measure this part of the page only")
+    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    asked = parser.parse_args(argv)
+    effort = Effort(1, 3, 1) if asked.quick else Effort()
+    if asked.only:
+        rows, _ = measured(asked.only, effort)
+        return 1 if any(row.holds is False for row in rows) else 0
+    missed = False
+    for part in asked.part or PARTS:
+        described, began = machine(), time.monotonic()
+        rows, missing = measured(list(PARTS[part]), effort)
+        missed |= any(row.holds is False for row in rows)
+        if asked.quick:
+            continue
+        minutes = (time.monotonic() - began) / 60
+        text = f"\n{date.today()}, {minutes:.0f} minutes; {described}\n\n{table(rows)}\n{missing}"
         PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(text, encoding="utf-8")
-        print(f"written: {PAGE}", file=sys.stderr)
-    return 1 if any(row.holds is False for row in rows) else 0
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", {part: text}), encoding="utf-8")
+        print(f"written: {part} in {PAGE}", file=sys.stderr)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

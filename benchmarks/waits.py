@@ -47,10 +47,10 @@ from heptad.trace import Event
 
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if not generator.asynchronous)
 RANKS, MICROBATCHES = 4, (8, 16)
-FORWARD_S, INPUT_S, WEIGHT_S = 0.040, 0.040, 0.030
+FORWARD_S, INPUT_S, WEIGHT_S = 0.080, 0.080, 0.060
 """Of a rank's whole share of the model; with V stages a rank each takes the V-th part."""
 RATE, BYTES_PER_S = "200mbit", 25e6
-TRANSFER_S = 0.012
+TRANSFER_S = 0.024
 """What one message holds the slow link."""
 
 

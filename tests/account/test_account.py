@@ -8,13 +8,13 @@ from tests.models.helpers import GPT, LLAMA, QWEN, packed
 from tests.models.moe import DEEPSEEK, SOFTMAX
 from torch.utils.flop_counter import FlopCounterMode
 
-from heptad.account.flops import attention_flops, flops_per_token, mfu, model_flops, pairs, tokens_per_s
+from heptad.account.flops import attention_flops, flops_per_token, mfu, model_flops, tokens_per_s
 from heptad.account.parameters import active, by_role, main, multiplying, total
 from heptad.config.presets import model_preset
 from heptad.config.schema import ModelSection
 from heptad.models.batch import visible
 from heptad.models.decoder import Decoder
-from heptad.models.spec import param_specs
+from heptad.models.spec import pairs, param_specs
 
 LLAMA_405B = ModelSection.model_validate(model_preset("llama3-405b"))
 

@@ -47,6 +47,12 @@ def test_a_row_holds_when_figure_and_bound_do(row: Row, holds: bool | None) -> N
     assert len(run.cells(row)) == 6
 
 
+def test_a_part_measured_anew_leaves_the_pages_other_tables() -> None:
+    first = run.page("", {"data": "old data", "pipeline": "old pipeline"})
+    again = run.page(first, {"pipeline": "new pipeline", "step": "new step"})
+    assert again == f"{run.HEADER}\n## data\nold data\n\n## pipeline\nnew pipeline\n\n## step\nnew step\n"
+
+
 def _alike(rank: int) -> int:
     world = torch.distributed.get_world_size()
     sides: list[Contender] = [

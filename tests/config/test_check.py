@@ -300,6 +300,14 @@ def test_each_rule_names_the_nearest_legal_values(field: str, fix: str, sets: li
     assert any(fix in problem.fix for problem in found), found
 
 
+def test_no_fix_of_a_context_is_a_whole_sequence() -> None:
+    """With cp = 1 the same `context` would be refused again, as one without effect."""
+    job = load("debug", ["layout.cp=2", "layout.tp=8", "layout.context=ulysses"])
+    assert [problem.fix for problem in problems(job)] == ['heads = 16, or context = "ring"']
+    job = load("debug", ["layout.cp=2", "layout.context=ulysses", "model.heads=7", "model.kv_heads=7"])
+    assert [problem.fix for problem in problems(job)] == ['cp = 7, heads = 6 or 8, or context = "ring"']
+
+
 def test_c_113_warm_up_longer_than_the_job_is_refused() -> None:
     assert fields("train.steps=3", "optimizer.warmup_steps=4") == ["optimizer.warmup_steps"]
     assert fields("train.steps=3", "optimizer.warmup_steps=3", "optimizer.decay_steps=0") == []

@@ -20,7 +20,7 @@ def test_every_job_preset_loads_and_breaks_no_rule(name: str) -> None:
 
 def test_default_and_debug_are_what_the_documents_say() -> None:
     default, debug = load("default"), load("debug")
-    assert (default.layout.dp_shard, default.layout.tp, default.cluster.preset) == (2, 2, "cpu")
+    assert (default.layout.dp_shard, default.layout.pp, default.cluster.preset) == (2, 2, "cpu")
     model = expand(debug.model)
     assert (model.layers, model.heads, model.kv_heads, model.vocab % 2) == (8, 8, 4, 1)
     assert (debug.train.global_batch, debug.train.micro_batch, debug.cluster.preset) == (24, 1, "cpu")

@@ -115,6 +115,23 @@ def sum_of_ones(rank: int, num_ranks: int, dtype: torch.dtype) -> float:
     return shard.item()
 
 
+def gathered_along_two_axes(rank: int, section: LayoutSection) -> tuple[tuple[int, ...], list[float]]:
+    axes = ("dp_shard", "cp")
+    group = Mesh(Layout.of(section), rank, [axes], torch.device("cpu")).group(*axes)
+    full = torch.empty(group.size, dtype=torch.float64)
+    work = collectives.all_gather(full, torch.tensor([float(rank)], dtype=torch.float64), group, "test")
+    work.wait()
+    work.wait_sent()
+    return group.ranks, full.tolist()
+
+
+def test_a_group_along_two_axes_has_its_own_order_whatever_that_of_the_ranks() -> None:
+    """`cp` outside of `dp_shard`: the group is ordered by dp_shard first, its ranks do not ascend."""
+    section = LayoutSection(dp_shard=2, cp=2, order="pp-dp_replicate-cp-dp_shard-tp")
+    for ranks, values in forked(4, gathered_along_two_axes, section):
+        assert list(ranks) == values == [0, 2, 1, 3]
+
+
 def test_c_045_sixteen_bit_transport_is_summed_in_fp32() -> None:
     """A running bf16 sum of 256 and ones stays at 256; ours has every one of them."""
     assert torch.tensor(256.0, dtype=torch.bfloat16) + 1 == 256

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from heptad.config.schema import ModelSection
 from heptad.models.batch import Batch
 from heptad.models.build import Model, loose_params, tapped_modules, wrap
+from heptad.models.columns import Columns
 from heptad.models.decoder import Decoder, loss_sum
-from heptad.models.parallel import Columns
 from heptad.models.taps import Tape
 
 SECTIONS = {

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from heptad.axes.apply import Parallel, apply
+from heptad.axes.context.take import take
 from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
+from heptad.mesh import collectives
 from heptad.models.batch import Batch
 from heptad.models.resolve import resolve
 from heptad.recompute.cost import Sizes
@@ -77,8 +79,8 @@ def memory_batch(job: Job, documents: bool) -> Batch:
 def inputs_of(parallel: Parallel, batch: Batch) -> list[Tensor]:
     """What is alive before the step: parameters, gradients, the batch."""
     buckets = [t for b in parallel.engine.buckets for t in (b.full, b.master, b.grad_full, b.grad_shard)]
-    found = [batch.ids, batch.labels, batch.positions, batch.documents, batch.index]
-    return [*buckets, *found] + ([] if batch.mask is None else [batch.mask])
+    found = [batch.ids, batch.labels, batch.positions, batch.documents, batch.index, batch.mask, batch.numbers]
+    return [*buckets, *(tensor for tensor in found if tensor is not None)]
 
 
 class Watch(MemoryMeter):
@@ -110,11 +112,18 @@ def predicted(parallel: Parallel, sizes: Sizes) -> list[int]:
 
 
 def step_bytes(rank: int, job: Job, documents: bool) -> Found:
-    """One step, measured action by action."""
+    """One step, measured action by action. Gradients are summed in place: an exchange of two ranks has a buffer."""
+    with mock.patch.object(collectives, "EXCHANGE_BYTES", 0):
+        return _step_bytes(rank, job, documents)
+
+
+def _step_bytes(rank: int, job: Job, documents: bool) -> Found:
     parallel = apply(job, rank, torch.device("cpu"))
     parallel.model.module.train()
     parallel.engine.begin_step()
-    batch, wanted = memory_batch(job, documents), predicted(parallel, Sizes.of(job, documents, index=rank))
+    coords = parallel.mesh.layout.coords(rank)
+    batch = take(memory_batch(job, documents), job.layout, coords["cp"])
+    wanted = predicted(parallel, Sizes.of(job, documents, index=coords["tp"]))
     meter = Watch(inputs_of(parallel, batch))
     before, actions, seen, compute = meter.current_bytes(), [], [], _Step.compute
 

@@ -11,6 +11,7 @@ from heptad.errors import ConfigError
 from heptad.launch.forked import forked
 from heptad.loader.synthetic import synthetic
 from heptad.verify.compare import compare
+from heptad.verify.context_faults import CONTEXT
 from heptad.verify.faults import KINDS, names, parse
 from heptad.verify.localise import NOBODY, without
 from heptad.verify.pipeline_faults import PIPELINE
@@ -43,7 +44,7 @@ def examined(fault: str, steps: int = 2, **layout: Any) -> Verdict:
 
 
 def test_the_list_is_complete() -> None:
-    assert names() == [*GUILTY, *TENSOR, *PIPELINE] and len(names()) == len(KINDS)
+    assert names() == [*GUILTY, *TENSOR, *PIPELINE, *CONTEXT] and len(names()) == len(KINDS)
 
 
 @pytest.mark.parametrize("fault", GUILTY)

@@ -17,7 +17,7 @@ from typing import Literal
 
 from heptad.account.parameters import multiplying
 from heptad.config.schema import ModelSection
-from heptad.models.spec import complete
+from heptad.models.spec import complete, pairs
 
 Convention = Literal["causal", "full"]
 
@@ -30,15 +30,6 @@ def attention_flops(section: ModelSection, lengths: Sequence[int], convention: C
     widths = section.head_dim + (section.v_head_dim or section.head_dim)  # queries and values
     full = 6 * (section.layers + section.mtp_depth) * section.heads * widths * near
     return full // 2 if convention == "causal" else full
-
-
-def pairs(length: int, window: int | None) -> int:
-    """Pairs of tokens of one document that are less than `window` apart, both orders counted; None: all pairs.
-
-    A causal mask leaves (pairs + length) / 2 of them.
-    """
-    beyond = max(length - window, 0) if window is not None else 0
-    return length * length - beyond * (beyond + 1)
 
 
 def model_flops(section: ModelSection, lengths: Sequence[int], convention: Convention) -> int:

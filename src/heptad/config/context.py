@@ -6,6 +6,7 @@ ring of R ranks, each of them U neighbours that deal heads, C = R·U. Read next:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from heptad.config.effect import idle
@@ -20,9 +21,21 @@ def degrees(layout: LayoutSection) -> tuple[int, int]:
     return layout.cp // inner, inner
 
 
+def sent_kv_heads(heads: int, kv_heads: int, dealt: int) -> int:
+    """Kv heads that are sent where `heads` query heads are dealt over `dealt` ranks: `kv_heads`, or copies of them, as
+    few as make equal parts that each rank's query heads need."""
+    return heads // math.gcd(heads // kv_heads, heads // dealt)
+
+
 def cuts_for_balance(layout: LayoutSection) -> bool:
     """Whether `context_split` is read: some ranks would have more to compute than others in plain order."""
     return layout.cp > 1 and layout.context != "ulysses"
+
+
+def in_words(layout: LayoutSection) -> str:
+    """How a cut sequence attends: "ring, zigzag"."""
+    kind = f"{layout.context} of {layout.cp_ulysses}" if layout.context == "ring+ulysses" else layout.context
+    return f"{kind}, {layout.context_split}" if cuts_for_balance(layout) else kind
 
 
 def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
@@ -70,5 +83,7 @@ def _ulysses(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
         rule = f"ulysses deals the heads of a tensor rank ({own}) over {dealt} context ranks in equal parts"
         fix = f'heads = {around(model.heads, dealt * layout.tp)}, or context = "ring"'
         if layout.context == "ulysses" and model.heads % layout.tp == 0:
-            fix = f"cp = {divisors_near(model.heads // layout.tp, dealt)}, {fix}"
+            near = divisors_near(model.heads // layout.tp, dealt).split(" or ")
+            several = [number for number in near if number != "1"]  # cp = 1 would leave context without effect
+            fix = f"cp = {' or '.join(several)}, {fix}" if several else fix
         yield Problem("layout.context", layout.context, rule, fix)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from heptad.config.context import in_words
 from heptad.config.recompute import dropped
 from heptad.config.schema import Job
 from heptad.config.sizes import AXES, world
@@ -19,7 +20,9 @@ def summary(job: Job, figures: Mapping[str, int], *more: str) -> str:
     """Lines for people; `figures` as `models.resolve.derived` gives them; `more`: lines before the changed options."""
     layout, train = job.layout, job.train
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
-    stream = " with sequence parallel" if layout.sequence_parallel else ""
+    how = [f"attention by {in_words(layout)}"] if layout.cp > 1 else []
+    how += ["sequence parallel"] if layout.sequence_parallel else []
+    stream = f" with {' and '.join(how)}" if how else ""
     lines = [
         f"ranks             {world(layout)}" + (f" = {degrees}{stream}" if degrees else ""),
         f"data              {_plural(figures['data_ranks'], 'data rank')}, stage {layout.zero}, engine {layout.engine}",

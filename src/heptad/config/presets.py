@@ -66,4 +66,4 @@ def _table(field: str, name: str, known: dict[str, Path], otherwise: str) -> dic
 
 
 def _named(folder: Path) -> dict[str, Path]:
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)}

@@ -42,7 +42,7 @@ class Mesh:
         """Makes the groups `runs` that are not in `made` yet, on all ranks alike; this rank's, if it is in one."""
         for ranks in runs:
             if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                made[ranks] = dist.new_group(list(ranks), sort_ranks=False) if len(ranks) > 1 else None
         mine = next((run for run in runs if self.rank in run), None)
         if mine is None:
             return None

@@ -24,9 +24,10 @@ from heptad.config.recompute import forms_scores
 from heptad.config.schema import ModelSection
 from heptad.mesh.regions import SINGLE, Stream
 from heptad.models.batch import Batch, visible
+from heptad.models.columns import normed_columns
 from heptad.models.dropout import Dropout
 from heptad.models.layers import LayerNorm, Linear, RMSNorm
-from heptad.models.parallel import RowLinear, columns
+from heptad.models.parallel import RowLinear
 from heptad.models.rotary import Rotary, rotate
 from heptad.models.scores import repeated, scores, softmax_of, values
 
@@ -150,7 +151,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """The stream -> the stream: [B, L, D], or this rank's [n, D] of it."""
-        projected = columns(self.norm(x), (self.q, self.k, self.v), self.stream, batch.ids.numel())
+        projected = normed_columns(self.norm, x, (self.q, self.k, self.v), self.stream, batch.ids.numel())
         q, k, v = (part.view(*batch.ids.shape, -1, self.head_dim) for part in projected)  # [B, L, H or K, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -1,6 +1,6 @@
 """One micro-batch as the model reads it, and which positions may see each other.
 
-The mask is made when the batch is, from `documents` alone: nothing a caller passes or forgets can join two documents.
+The mask is made from `documents` alone: nothing a caller passes or forgets can join two documents.
 A batch whose rows are one document each needs no mask (`mask` None: plain causal attention), which halves the work.
 Under the context axis a rank's batch is its own tokens of a whole one (`axes/context/take.py`): no mask is ever made,
 `context` says where all tokens lie. Read next: `placement.py`.
@@ -26,8 +26,7 @@ class Batch:
     `positions` restart at every document, `documents` numbers them within a sequence (attention never crosses), and
     `index` is the position's number in the step's global order of tokens (keyed dropout reads it). `step` keys it too.
     `mixed` says that a row may hold more than one document; None looks (the one data-dependent value here, so whoever
-    builds a batch of fake tensors must say True or False). `mask` [B, 1, L, L] bool, True where the query (second to
-    last dim) sees the key; None when nothing is mixed.
+    builds a batch of fake tensors must say True or False).
 
     context: of a batch that is one context rank's part, where the tokens of the whole rows lie; `numbers` [B, R·tokens]
     int64 is then `index` of every place of `context`, ring rank after ring rank (-1: padding), as dropout of keys that
@@ -46,13 +45,21 @@ class Batch:
     context: Placement | None = None
     numbers: Tensor | None = None
     real: Tensor | None = None
-    mask: Tensor | None = field(init=False, default=None)
+    _mask: Tensor | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.mixed is None:
             object.__setattr__(self, "mixed", bool((self.documents != self.documents[:, :1]).any()))
-        if self.mixed:
-            object.__setattr__(self, "mask", visible(self.documents))
+
+    @property
+    def mask(self) -> Tensor | None:
+        """[B, 1, L, L] bool, True where the query (second to last dim) sees the key; None when nothing is mixed.
+
+        Made when it is first asked for: a rank that cuts its rows never does.
+        """
+        if self.mixed and self._mask is None:
+            object.__setattr__(self, "_mask", visible(self.documents))
+        return self._mask
 
     def num_targets(self) -> int:
         """Number of positions that count in the loss."""
@@ -66,9 +73,8 @@ class Batch:
 
     def aimed(self, labels: Tensor, real: Tensor) -> Batch:
         """The same tokens with other targets, places that count and the mask there is."""
-        other = replace(self, labels=labels, real=real, mixed=False)
-        object.__setattr__(other, "mixed", self.mixed)
-        object.__setattr__(other, "mask", self.mask)
+        other = replace(self, labels=labels, real=real)
+        object.__setattr__(other, "_mask", self.mask)
         return other
 
 

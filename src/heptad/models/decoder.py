@@ -25,14 +25,16 @@ from heptad.models import spec
 from heptad.models.activation import Activate, activate
 from heptad.models.attention import Attention, MaskBias, linear_of, norm_of
 from heptad.models.batch import IGNORED, Batch
+from heptad.models.columns import columns, normed_columns
 from heptad.models.dropout import Dropout
+from heptad.models.gated import activated, gated
 from heptad.models.init import materialise
 from heptad.models.layers import Embedding
 from heptad.models.loss import LossKernels, TokenLoss, whole_logits
 from heptad.models.mla import LatentAttention
 from heptad.models.moe import MoE
 from heptad.models.mtp import Prediction, shifted
-from heptad.models.parallel import RowLinear, TokenTable, activated, columns, gated
+from heptad.models.parallel import RowLinear, TokenTable
 from heptad.models.rotary import Rotary
 from heptad.models.router import routers
 
@@ -88,7 +90,11 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[B, L, D], or this rank's [n, D] of it, to the same."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
-        parts = columns(x if self.norm is None else self.norm(x), linears, self.stream, batch.ids.numel())
+        num_tokens = batch.ids.numel()
+        if self.norm is None:
+            parts = columns(x, linears, self.stream, num_tokens)
+        else:
+            parts = normed_columns(self.norm, x, linears, self.stream, num_tokens)
         if self.reruns:
             return activated(self.down, self.activate, parts)
         tape = self.down.tape

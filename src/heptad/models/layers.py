@@ -3,11 +3,11 @@
 With `tape = None` a layer is made of plain torch ops and ordinary autograd. With a tape its backward gives only the
 input's gradient; the weights are held by reference and read when the backward runs, because the data axis frees and
 refills their storage in between: autograd saves none of them. Both ways run the same forward arithmetic, bit for bit,
-so running a unit again (recompute) changes nothing. Layers that may be cut over the tensor axis are in `parallel.py`.
+so running a unit again (recompute) changes nothing. Layers that the tensor axis may cut: `columns.py`, `parallel.py`.
 
 Legend: `...` any leading dims, D last dim of the input, O outputs of a linear, V rows of a table.
 Cost: a linear keeps its input alive until W; a norm its input and one statistic (two for LayerNorm) a row.
-Read next: `parallel.py`, `attention.py`, `decoder.py`.
+Read next: `columns.py`, `parallel.py`, `attention.py`, `decoder.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from heptad.models.taps import Dys, GradSink, Tape, Tapped
 def trainable(param: nn.Parameter | None) -> bool:
     """True for a parameter that is there and wants a gradient."""
     return param is not None and param.requires_grad
+
+
+def has_trainable(layer: nn.Module) -> bool:
+    """Whether the weight or the bias of a layer wants a gradient."""
+    return trainable(layer.weight) or trainable(getattr(layer, "bias", None))  # type: ignore[arg-type]
 
 
 def _pass_on(ctx: Any, saved: tuple[Any, ...], dy: Tensor, wanted: bool) -> Tensor | None:
@@ -78,7 +83,7 @@ class Linear(nn.Linear):
         if self.tape is None:
             return F.linear(x, self.weight, self.bias)
         link = None
-        if trainable(self.weight) or trainable(self.bias):
+        if has_trainable(self):
             link = link_of(self.tape, self, (x,), x, torch.Size((*x.shape[:-1], self.weight.shape[0])))
         out: Tensor = _LinearInput.apply(x, link, self, self.tape.sink)
         return out
@@ -180,10 +185,9 @@ class _RMSNormInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, inverse = ctx.saved_tensors
-        module: RMSNorm = ctx.module
-        dx = module.kernels.backward(x, inverse, module.weight, dy) if ctx.needs_input_grad[0] else None
-        return dx, None, None, _pass_on(ctx, (x, inverse), dy, ctx.needs_input_grad[3]), None, None
+        saved, module = ctx.saved_tensors, ctx.module
+        dx = module.input_grad(saved, dy) if ctx.needs_input_grad[0] else None
+        return dx, None, None, _pass_on(ctx, saved, dy, ctx.needs_input_grad[3]), None, None
 
 
 class RMSNorm(nn.RMSNorm):
@@ -201,13 +205,23 @@ class RMSNorm(nn.RMSNorm):
         if self.tape is None and torch.is_grad_enabled():
             wide = _at_least_fp32(x)
             return (wide * _inverse_rms(wide, self.eps)).mul(self.weight).to(x.dtype)
-        with torch.no_grad():
-            y, inverse = self.kernels.forward(x, self.weight, self.eps)
+        y, inverse = self.parts(x)
         if self.tape is None:
             return y
         link = link_of(self.tape, self, (x, inverse), x, x.shape) if trainable(self.weight) else None
         out: Tensor = _RMSNormInput.apply(x, y, inverse, link, self, self.tape.sink)
         return out
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The norm of x, without a graph, and what its backward needs beside x: 1/rms."""
+        assert self.eps is not None
+        with torch.no_grad():
+            return self.kernels.forward(x, self.weight, self.eps)
+
+    def input_grad(self, saved: tuple[Tensor, ...], dy: Tensor) -> Tensor:
+        """Gradient of x; saved: x and its statistics."""
+        x, inverse = saved
+        return self.kernels.backward(x, inverse, self.weight, dy)
 
     def write_weight_grads(self, saved: tuple[Tensor, ...], dys: Dys, sink: GradSink) -> None:
         """weight += Σ dy · x / rms over the leading dims."""
@@ -231,15 +245,9 @@ class _LayerNormInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, inverse = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[0]:
-            wide, dims = _at_least_fp32(x), list(x.shape[-1:])
-            grad, weight = _at_least_fp32(dy).contiguous(), _at_least_fp32(ctx.module.weight)
-            mask = [True, False, False]
-            kernel = torch.ops.aten.native_layer_norm_backward
-            dx = kernel(grad, wide, dims, mean, inverse, weight, None, mask)[0].to(x.dtype)
-        return dx, None, None, None, _pass_on(ctx, (x, mean, inverse), dy, ctx.needs_input_grad[4]), None, None
+        saved, module = ctx.saved_tensors, ctx.module
+        dx = module.input_grad(saved, dy) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, _pass_on(ctx, saved, dy, ctx.needs_input_grad[4]), None, None
 
 
 class LayerNorm(nn.LayerNorm):
@@ -256,12 +264,25 @@ class LayerNorm(nn.LayerNorm):
         """x [..., D] -> [..., D]."""
         if self.tape is None:
             return self._normalise(x)[0]
-        with torch.no_grad():
-            y, mean, inverse = self._normalise(x)
-        wanted = trainable(self.weight) or trainable(self.bias)
+        y, mean, inverse = self.parts(x)
+        wanted = has_trainable(self)
         link = link_of(self.tape, self, (x, mean, inverse), x, x.shape) if wanted else None
         out: Tensor = _LayerNormInput.apply(x, y, mean, inverse, link, self, self.tape.sink)
         return out
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The norm of x, without a graph, and what its backward needs beside x: mean and 1/std."""
+        with torch.no_grad():
+            return self._normalise(x)
+
+    def input_grad(self, saved: tuple[Tensor, ...], dy: Tensor) -> Tensor:
+        """Gradient of x; saved: x and its statistics."""
+        x, mean, inverse = saved
+        wide, dims = _at_least_fp32(x), list(x.shape[-1:])
+        grad, weight = _at_least_fp32(dy).contiguous(), _at_least_fp32(self.weight)
+        kernel = torch.ops.aten.native_layer_norm_backward
+        dx: Tensor = kernel(grad, wide, dims, mean, inverse, weight, None, [True, False, False])[0]
+        return dx.to(x.dtype)
 
     def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bias = None if self.bias is None else _at_least_fp32(self.bias)

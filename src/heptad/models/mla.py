@@ -23,8 +23,9 @@ from heptad.config.schema import ModelSection
 from heptad.mesh.regions import SINGLE, Stream
 from heptad.models.attention import Core, MaskBias, flash_attention, linear_of, math_attention, norm_of
 from heptad.models.batch import Batch
+from heptad.models.columns import normed_columns
 from heptad.models.dropout import Dropout
-from heptad.models.parallel import RowLinear, columns
+from heptad.models.parallel import RowLinear
 from heptad.models.rotary import Rotary, amplitude, rotate
 
 
@@ -61,16 +62,16 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[B, L, D] -> [B, L, D]."""
-        q, k, v = self.projected(self.norm(x), batch)
+        q, k, v = self.projected(x, batch)
         dropout = self.dropout if self.training else None
         mixed = self.core(q, k, F.pad(v, (0, self.padding)) if self.padding else v, batch, dropout)  # [B, H, L, d]
         out: Tensor = self.out(mixed[..., : self.value].transpose(1, 2).flatten(2))  # [B, L, H·v] -> the stream
         return out
 
     def projected(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, L, D] -> q and k [B, H, L, nope + rope], v [B, H, L, value]."""
+        """The stream x [B, L, D] -> q and k [B, H, L, nope + rope], v [B, H, L, value]."""
         first = self.q if self.q_norm is None else self.q_a
-        q, latent = columns(x, (first, self.kv_a), self.stream, batch.ids.numel())
+        q, latent = normed_columns(self.norm, x, (first, self.kv_a), self.stream, batch.ids.numel())
         if self.q_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_norm(q))
         q = q.view(*batch.ids.shape, -1, self.nope + self.rope)  # [B, L, H, nope + rope]

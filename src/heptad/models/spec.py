@@ -65,6 +65,15 @@ class UnitSpec:
     backward_reads: tuple[str, ...] = ()
 
 
+def pairs(length: int, window: int | None) -> int:
+    """Pairs of tokens of one document that are less than `window` apart, both orders counted; None: all pairs.
+
+    A causal mask leaves (pairs + length) / 2 of them.
+    """
+    beyond = max(length - window, 0) if window is not None else 0
+    return length * length - beyond * (beyond + 1)
+
+
 def complete(section: ModelSection) -> ModelSection:
     """`section` with kv_heads, head_dim, expert_width and router_group_limit filled and its sizes checked; a complete
     one comes back equal.

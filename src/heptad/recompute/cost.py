@@ -23,6 +23,7 @@ e bytes of an element; w = max(e, 4), bytes of a statistic; s = 2 statistics a L
 | probabilities | N·h·L·w, math only | softmax and values; in at least fp32 |
 | probabilities mask | N·h·L, math with dropout only | attention dropout, one byte each |
 | attention output | N·h·d·e | weight gradient of `out`; the fused kernel reads the same storage |
+| dealt output | N·h·d·e, where context ranks deal heads only | core attention, in the order in which it made it |
 | attention dropout mask | n·D, with dropout only | one byte each |
 | mlp input, its norm statistics, gate up input | as input, … , qkv input | as in attention |
 | gate up | 2·N·f·e (plain: N·f·e) | the activation's backward |
@@ -30,8 +31,12 @@ e bytes of an element; w = max(e, 4), bytes of a statistic; s = 2 statistics a L
 | mlp dropout mask | n·D, with dropout only | one byte each |
 | anchor | 4 | ties the unit's taps into its graph |
 
-Selective recompute drops probabilities and their mask (math), or `down input` (flash). Read next: `policy.py`,
-`models/attention.py`, `models/parallel.py`, docs/memory.md. Sources: FIELD.md; arXiv 2205.05198 §4; 1604.06174 §4.1.
+A context rank holds ⌈L/C⌉ tokens of a row: that is L here. Its core keeps q, k, v, output and log-sum-exp whatever its
+kernel, and no mask; of the k in "q, k, v" ranks that deal heads count what is sent to them (`axes/context/cost.py`).
+
+Selective recompute drops probabilities and their mask (math), or `down input` (flash, context ranks). Read next:
+`policy.py`, `models/attention.py`, `models/parallel.py`, docs/memory.md. Sources: FIELD.md; arXiv 2205.05198 §4;
+1604.06174 §4.1.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from heptad.config.context import degrees, sent_kv_heads
 from heptad.config.recompute import forms_scores
 from heptad.config.schema import Job, ModelSection
 from heptad.models.chunk import chunk_tokens
@@ -57,8 +63,9 @@ INDEX_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """One micro-batch on one rank. `documents`: a row may hold several, so attention needs a mask. `training`: dropout
-    is on. `index`: the tensor rank (padding of the last ones' tokens shows in the embedding only).
+    """One micro-batch on one rank. `length`: tokens of a row that it holds, as one of `cp` context ranks, of which
+    `dealt` neighbours deal heads. `documents`: a row may hold several, so attention needs a mask. `index`: the tensor
+    rank (padding of the last ones' tokens shows in the embedding only).
     """
 
     section: ModelSection
@@ -71,6 +78,8 @@ class Sizes:
     documents: bool = False
     loss_chunk: int | Literal["auto"] = "auto"
     index: int = 0
+    cp: int = 1
+    dealt: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "section", complete(self.section))
@@ -82,7 +91,7 @@ class Sizes:
         return cls(
             job.model,
             job.train.micro_batch,
-            job.data.seq_len,
+            -(-job.data.seq_len // layout.cp),
             layout.tp,
             layout.sequence_parallel,
             layout.keep_gathered,
@@ -90,6 +99,8 @@ class Sizes:
             documents,
             job.train.loss_chunk,
             index,
+            layout.cp,
+            degrees(layout)[1],
         )
 
     @property
@@ -118,6 +129,11 @@ class Sizes:
         return max((self.section.kv_heads or self.section.heads) // self.tp, 1)
 
     @property
+    def formed(self) -> bool:
+        """Whether the scores of whole rows are formed."""
+        return forms_scores(self.section) and self.cp == 1
+
+    @property
     def stream_bytes(self) -> int:
         """n·D·e: the stream as one rank holds it, which is a unit's input, and its gradient."""
         return self.own_tokens * self.section.width * self.element_bytes
@@ -134,6 +150,8 @@ class Sizes:
     @property
     def masked_rows(self) -> int:
         """Rows of a mask beyond the plain causal one: with documents one a sequence, under a window one for all."""
+        if self.cp > 1:
+            return 0
         return self.batch if self.documents else int(self.section.window is not None)
 
     def dropout_bytes(self) -> int:
@@ -145,7 +163,7 @@ def block(sizes: Sizes, mode: Mode = "none") -> Terms:
     """What one block keeps after its forward (mode "full": after its C), by the terms of the table above."""
     attention, mlp = _attention(sizes), _mlp(sizes)
     if mode == "selective":
-        for name in ("probabilities", "probabilities mask") if forms_scores(sizes.section) else ("down input",):
+        for name in ("probabilities", "probabilities mask") if sizes.formed else ("down input",):
             attention.pop(name, None), mlp.pop(name, None)
     return _some(attention | mlp | {"anchor": ANCHOR_BYTES})
 
@@ -154,20 +172,21 @@ def _attention(sizes: Sizes) -> Terms:
     section, element, tokens = sizes.section, sizes.element_bytes, sizes.tokens
     assert section.head_dim is not None
     heads, kv_heads, head = sizes.heads, sizes.kv_heads, tokens * section.head_dim * element  # bytes of one head
-    scores = sizes.tokens * heads * sizes.length if forms_scores(sizes.section) else 0
-    repeats = sizes.masked_rows > 0 and not forms_scores(sizes.section)
+    scores = sizes.tokens * heads * sizes.length if sizes.formed else 0
+    repeats = sizes.masked_rows > 0 and not sizes.formed
     return {
         "input": sizes.stream_bytes,
         "attention norm statistics": sizes.norm_bytes(sizes.own_tokens),
         "qkv input": sizes.entered_bytes,
         "q k norm inputs": (heads + kv_heads) * head * section.qk_norm,
         "q k norm statistics": sizes.norm_bytes(tokens * (heads + kv_heads)) * section.qk_norm,
-        "q, k, v": (heads + 2 * kv_heads) * head,
+        "q, k, v": (heads + 2 * sent_kv_heads(heads, kv_heads, sizes.dealt)) * head,
         "repeated kv": 2 * (heads - kv_heads) * head * repeats,
-        "log-sum-exp": tokens * heads * sizes.wide_bytes * (not forms_scores(sizes.section)),
+        "log-sum-exp": tokens * heads * sizes.wide_bytes * (not sizes.formed),
         "probabilities": scores * sizes.wide_bytes,
         "probabilities mask": scores * (section.attention_dropout > 0),
         "attention output": heads * head,
+        "dealt output": heads * head * (sizes.dealt > 1),
         "attention dropout mask": sizes.dropout_bytes(),
     }
 
@@ -223,7 +242,7 @@ def shared(sizes: Sizes) -> Terms:
     section = sizes.section
     assert section.head_dim is not None
     table = 2 * sizes.tokens * section.head_dim * sizes.wide_bytes * (section.positions == "rotary")
-    mask, formed = sizes.masked_rows * sizes.length**2, forms_scores(section)
+    mask, formed = sizes.masked_rows * sizes.length**2, sizes.formed
     bias = mask * sizes.element_bytes * (not formed)
     seen = mask * (formed and section.window is not None)
     return _some({"rotary table": table, "attention bias": bias, "attention mask": seen})

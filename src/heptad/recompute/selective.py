@@ -6,7 +6,7 @@ attention, and of a sequence that context ranks cut, no scores are kept, and the
 gate and up, and act(gate)·up, which `down` reads, is made again for its weight gradient and for the activation's own
 backward. Dropout is keyed, so the same elements drop again. Cost: the core's (or the activation's) forward once more;
 matmuls of parameters never.
-Source: Korthikanti et al., arXiv 2205.05198, §5. Read next: `policy.py`, `models/parallel.py` (`activated`).
+Source: Korthikanti et al., arXiv 2205.05198, §5. Read next: `policy.py`, `models/gated.py`.
 """
 
 from __future__ import annotations

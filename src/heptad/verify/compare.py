@@ -18,6 +18,9 @@ The tensor axis does more than reorder: a region's sum over T ranks is T partial
 device's matmul, which adds in fp32, rounds once. So the runs that set the bound round there too (`PartialSums`): as
 right as a figure in bf16 with T parts can be, without any of the code under test. With them the distance of all
 gradients is 0.9 to 1.3 of the largest of theirs (T = 2, 4; without them it is 3 to 4 times the reordered runs').
+
+So does the context axis: what a query gets is merged of the parts that ranks computed, each rounded. Those runs attend
+in as many parts (`partial_keys.py`); with them the distance is 0.5 to 1.0 of theirs (C = 2, 4; without 1.2 to 5.4).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from heptad.config.context import degrees
 from heptad.config.schema import Job
 from heptad.loader.loader import Loader
 from heptad.loader.prepare import PreparedData
@@ -31,6 +32,7 @@ from heptad.models.init import fill
 from heptad.models.spec import ParamSpec
 from heptad.precision.policy import Policy
 from heptad.train.balance import biased, summed
+from heptad.verify.partial_keys import partial_keys
 from heptad.verify.update import WholeOptimizer
 
 Grads = dict[str, Tensor]
@@ -117,16 +119,21 @@ class Reference:
 
         Reversing a logical dim ("width", "mlp") of every parameter that has it is the same function of the batch.
         Dropout is keyed by feature, so with dropout the width stays as it is. Under the tensor axis also `DRAWS` runs
-        that form the sums it cuts as partial sums, as many as ranks, each rounded; every run cuts elsewhere.
+        that form the sums it cuts as partial sums, as many as ranks, each rounded; under the context axis attention in
+        parts; every run cuts elsewhere.
         """
         return self._reordered(self.batches(step))
 
     def _reordered(self, batches: list[Batch]) -> list[Figures]:
-        tp = self.job.layout.tp
+        tp, cp, (ring, _) = self.job.layout.tp, self.job.layout.cp, degrees(self.job.layout)
         backwards = [joined(list(reversed(batches)))]
         found = [self._compute(backwards, flipped=False), self._compute(batches, flipped=True)]
-        for offset in range(DRAWS if tp > 1 else 0):
-            with PartialSums(tp, offset):
+        for offset in range(DRAWS if tp * cp > 1 else 0):
+            sums: AbstractContextManager[object] = PartialSums(tp, offset) if tp > 1 else nullcontext()
+            keys: AbstractContextManager[object] = (
+                partial_keys(self.model, ring, offset, self.job.model.window) if cp > 1 else nullcontext()
+            )
+            with sums, keys:
                 found.append(self._compute(batches, flipped=False))
         return found
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heptad.config.context import cuts_for_balance
-from heptad.config.schema import Job, LayoutSection
+from heptad.config.context import in_words
+from heptad.config.schema import Job
 from heptad.launch.forked import RankFailed
 from heptad.loader.prepare import PreparedData
 from heptad.loader.synthetic import synthetic
@@ -119,7 +119,7 @@ def job_line(job: Job) -> str:
     ranks = layout.dp_replicate * layout.dp_shard
     words = [f"zero {layout.zero}", f"dp_replicate {layout.dp_replicate}", f"dp_shard {layout.dp_shard}"]
     cut = ", ".join(name for name in ("sequence_parallel", "keep_gathered") if getattr(layout, name))
-    words += [f"cp {layout.cp} ({_context(layout)})"] if layout.cp > 1 else []
+    words += [f"cp {layout.cp} ({in_words(layout)})"] if layout.cp > 1 else []
     words += [f"tp {layout.tp}" + (f" ({cut})" if cut else ""), f"engine {layout.engine}"]
     if layout.pp > 1:
         words.append(f"pp {layout.pp} ({layout.schedule}" + (f", vpp {layout.vpp})" if layout.vpp else ")"))
@@ -128,8 +128,3 @@ def job_line(job: Job) -> str:
     words += [f"{model.attention} attention"] if model.attention != "auto" else []
     words += ["compiled"] if train.compile else []
     return ", ".join([*words, job.precision.params])
-
-
-def _context(layout: LayoutSection) -> str:
-    words = [f"{layout.context} of {layout.cp_ulysses}" if layout.context == "ring+ulysses" else layout.context]
-    return ", ".join([*words, *([layout.context_split] if cuts_for_balance(layout) else [])])

@@ -73,8 +73,8 @@ def _recomputed_dropout(job: Job) -> tuple[str, ...] | str:
     if mode == "none":
         return "nothing is recomputed (recompute.mode = none)"
     if mode == "selective":
-        why = "selective recompute runs no dropout again but that of scores (model.attention_dropout = 0)"
-        return ("recompute",) if model.attention_dropout else why
+        why = "selective recompute runs no dropout again but that of scores (model.attention_dropout, layout.cp)"
+        return ("recompute",) if model.attention_dropout and job.layout.cp == 1 else why
     dropped = model.dropout or model.attention_dropout
     return ("recompute",) if dropped else "nothing is dropped (model.dropout = model.attention_dropout = 0)"
 

@@ -58,7 +58,7 @@ def check(documents: Ints, placement: Placement, window: int | None) -> None:
         sets = [(tuple(held[other] for held in placement.runs), placement.part(other, ring)) for other in range(ring)]
         mine = 0
         for k_runs, keys in [*sets, (documents_of(placement), natural)]:
-            some = blocks.__wrapped__(q_runs, k_runs, window)  # not remembered: TILE is another in each example
+            some = blocks(q_runs, k_runs, window)
             expected = visible(whole, queries, keys, window)
             assert (counted(some, expected.shape) == expected).all()
             assert work(some) == expected.sum()
@@ -118,7 +118,7 @@ def test_any_two_sets_of_runs_will_do(case: tuple[Ints, list[list[Runs]]], windo
     queries, keys = (np.array([[t for run in row for t in range(*run[:2])] for row in rows]) for rows in case[1])
     expected = visible(documents, queries, keys, window)
     with mock.patch.object(module, "TILE", tile):
-        some = blocks.__wrapped__(tuple(q_runs), tuple(k_runs), window)
+        some = blocks(tuple(q_runs), tuple(k_runs), window)
         assert (counted(some, expected.shape) == expected).all()
     assert work(some) == expected.sum()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
+from weakref import ref
 
 import numpy as np
 from hypothesis import given
@@ -12,7 +14,7 @@ from tests.axes.context.test_split import degrees, lengths, same_length, splits
 
 from heptad.axes.context import blocks as module
 from heptad.axes.context.blocks import Block, between, blocks, work
-from heptad.axes.context.pieces import _tiled, halved, halves
+from heptad.axes.context.pieces import _tiled, halved, halves, pieces
 from heptad.axes.context.split import place
 
 TILE = 4
@@ -31,7 +33,7 @@ def test_halves_and_tiles_see_what_the_blocks_see(
     held = [tuple(row[data.draw(ranks)] for row in placement.runs) for _ in range(2)]
     shape = len(rows), placement.tokens, placement.tokens
     with mock.patch.object(module, "TILE", TILE):
-        whole = blocks.__wrapped__(held[0], held[1], window)
+        whole = blocks(held[0], held[1], window)
     first, second = halved(whole)
     tiles = tuple(_tiled((*first, *second), TILE))
     assert np.array_equal(counted((*first, *second), shape), counted(whole, shape))
@@ -47,6 +49,22 @@ def test_halves_are_of_the_same_work() -> None:
             first, second = halves(placement, rank, None, None)
             assert abs(work(first) - work(second)) <= 2 * placement.tokens
             assert work(first) + work(second) == work(between(placement, rank, rank, None))
+
+
+def test_blocks_are_made_once_and_forgotten_with_their_batch() -> None:
+    """Packed rows differ in every batch: what was derived from past ones must not pile up (1 MB each at 64K tokens)."""
+    batches = []
+    for length in range(20, 120):
+        documents = np.repeat(np.arange(3), (length, 7, 140 - length))[None]
+        placement = place(documents, 2, 1, "zigzag")
+        batches.append(ref(placement))
+        for rank in range(2):
+            assert pieces(placement, 0, rank, 5, 256) is pieces(placement, 0, rank, 5, 256)
+            assert halves(placement, rank, 5, None) is halves(placement, rank, 5, None)
+        assert pieces(placement, 0, 0, 5, 256) != pieces(placement, 0, 0, None, 256)
+    del placement
+    gc.collect()
+    assert sum(batch() is not None for batch in batches) <= 4  # `place` itself remembers a few
 
 
 def test_little_work_is_not_cut() -> None:

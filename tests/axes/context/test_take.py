@@ -98,3 +98,12 @@ def test_c_031_the_same_permutation_leads_back(name: str) -> None:
     for ids, outputs in forked(section.cp, gathered, section, batch):
         assert torch.equal(ids, batch.ids)
         assert torch.equal(outputs, batch.ids.unsqueeze(-1) * torch.tensor([1, 1000]))
+
+
+def test_cutting_packed_rows_never_makes_their_mask() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2]])
+    ids = torch.arange(7).unsqueeze(0)
+    batch = Batch(ids, ids, ids, documents, ids, step=1)
+    part = take(batch.to(torch.device("cpu")), LayoutSection(cp=2), 0)
+    assert batch.mixed and batch._mask is None and part.mask is None
+    assert batch.mask is batch.mask and batch.mask is not None

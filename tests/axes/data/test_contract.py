@@ -124,7 +124,7 @@ def resident_bytes(rank: int, job: Job) -> tuple[int, dict[str, int], list[int]]
         for tensor in (bucket.full, bucket.master, bucket.grad_full, bucket.grad_shard):
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     policy = trainer.parallel.policy
-    shards = layout.degree("dp_shard") if job.layout.zero else 1
+    shards = layout.degree("dp_shard", "cp") if job.layout.zero else 1
     sizes = (policy.params.itemsize, policy.reduce.itemsize, policy.master.itemsize)
     return sum(storages.values()), cost.memory([b.spec for b in buckets], job.layout.zero, shards, *sizes), full_bytes
 

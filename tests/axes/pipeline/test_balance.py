@@ -44,3 +44,5 @@ def test_costs_count_matmuls_once_and_the_lookup_not_at_all() -> None:
     embed, block, _, head = unit_costs(section, seq_len=6)
     assert (embed, head) == (0.0, 110.0)
     assert block == 10 * 8 + 2 * 10 * 4 + 8 * 10 + 8 * 6 + 3 * 10 * 7
+    windowed = unit_costs(section.model_copy(update={"window": 2}), seq_len=6)[1]
+    assert block - windowed == 8 * 6 - 8 * (36 - 4 * 5) // 6

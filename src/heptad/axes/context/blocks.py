@@ -20,10 +20,11 @@ Pure, no torch. Read next: `split.py`, `ring.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar, TypeVarTuple
+from weakref import WeakKeyDictionary
 
 from heptad.models.placement import Placement, Runs
 
@@ -68,17 +69,34 @@ class _Placed(NamedTuple):
     place: int
 
 
-@lru_cache(maxsize=64)
-def between(placement: Placement, q_rank: int, k_rank: int, window: int | None) -> tuple[Block, ...]:
-    """Blocks of ring rank `q_rank`'s queries and ring rank `k_rank`'s keys.
+_Rest = TypeVarTuple("_Rest")
+_Found = TypeVar("_Found")
 
-    Remembered by the placement's identity: each layer asks again, forward and backward.
+
+def remembered(make: Callable[[Placement, *_Rest], _Found]) -> Callable[[Placement, *_Rest], _Found]:
+    """`make`, once for its arguments and forgotten with the placement, so with the last batch that has it.
+
+    Each layer asks again, forward and backward; packed rows have a new placement each.
     """
+    known: WeakKeyDictionary[Placement, dict[tuple[*_Rest], _Found]] = WeakKeyDictionary()
+
+    @wraps(make)
+    def found(placement: Placement, *rest: *_Rest) -> _Found:
+        made = known.setdefault(placement, {})
+        if rest not in made:
+            made[rest] = make(placement, *rest)
+        return made[rest]
+
+    return found
+
+
+@remembered
+def between(placement: Placement, q_rank: int, k_rank: int, window: int | None) -> tuple[Block, ...]:
+    """Blocks of ring rank `q_rank`'s queries and ring rank `k_rank`'s keys."""
     q_runs, k_runs = (tuple(ranks[rank] for ranks in placement.runs) for rank in (q_rank, k_rank))
     return blocks(q_runs, k_runs, window)
 
 
-@lru_cache(maxsize=64)
 def blocks(q_runs: tuple[Runs, ...], k_runs: tuple[Runs, ...], window: int | None) -> tuple[Block, ...]:
     """q_runs, k_runs: of each row of the batch, what the local queries and keys are, in the order in which they lie.
 

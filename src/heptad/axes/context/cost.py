@@ -19,11 +19,10 @@ gradient. Sources: FIELD.md; ring attention, arXiv 2310.01889; Ulysses, arXiv 23
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heptad.config.context import degrees
+from heptad.config.context import degrees, sent_kv_heads
 from heptad.config.schema import Job
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.precision.dtypes import Dtypes
@@ -70,7 +69,7 @@ class Sizes:
     @property
     def sent_kv_heads(self) -> int:
         """K″."""
-        return self.heads // math.gcd(self.heads // self.kv_heads, self.heads // self.dealt)
+        return sent_kv_heads(self.heads, self.kv_heads, self.dealt)
 
     @property
     def ring_kv(self) -> int:

@@ -18,10 +18,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Partial:
-    """Output [B, H, n, d] and log-sum-exp [B, H, n] of queries over the keys seen so far; of none: 0 and -inf."""
+    """Output [B, H, n, d] and log-sum-exp [B, H, n] of queries over the keys seen so far; of none: 0 and -inf.
+
+    The output lies in memory as the projection behind it reads it, [B, n, H, d]: what both keep is one storage.
+    """
 
     def __init__(self, q: Tensor) -> None:
-        self.out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+        rows, heads, tokens, d = q.shape
+        self.out = q.new_zeros(rows, tokens, heads, d, dtype=wide(q.dtype)).transpose(1, 2)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=self.out.dtype, device=q.device)
 
     def add(self, rows: slice, queries: slice, out: Tensor, lse: Tensor) -> None:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
-from heptad.axes.context.blocks import Block, between, work
+from heptad.axes.context.blocks import Block, between, remembered, work
 from heptad.models.placement import Placement
 
 
-@lru_cache(maxsize=256)
+@remembered
 def pieces(placement: Placement, q_rank: int, k_rank: int, window: int | None, tile: int | None) -> tuple[Block, ...]:
-    """`between`, and in tiles unless `tile` is None. Remembered like it."""
+    """`between`, and in tiles unless `tile` is None."""
     whole = between(placement, q_rank, k_rank, window)
     return whole if tile is None else tuple(_tiled(whole, tile))
 
 
-@lru_cache(maxsize=64)
+@remembered
 def halves(
     placement: Placement, rank: int, window: int | None, tile: int | None
 ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:

@@ -1,8 +1,9 @@
 """Which units each stage holds: neighbours, cut so that the costliest stage costs least. Pure, no torch.
 
 Costs are of one micro-batch's forward in any unit of time; the embedding's lookup costs nothing and the head as much as
-its matmul does. Of cuts with the same maximum the one with the smallest sum of squares is taken, and of those the one
-that gives the first stages more: 30 equal blocks on 4 stages are 8, 8, 7, 7. Read next: `schedule/expand.py`.
+its matmul does. A context rank has the same share of every unit, so the axis changes no ratio. Of cuts with the same
+maximum the one with the smallest sum of squares is taken, and of those the one that gives the first stages more: 30
+equal blocks on 4 stages are 8, 8, 7, 7. Read next: `schedule/expand.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from heptad.config.experts import routes
 from heptad.config.schema import ModelSection
+from heptad.models.spec import pairs
 
 
 def unit_costs(section: ModelSection, seq_len: int) -> tuple[float, ...]:
@@ -30,7 +32,8 @@ def unit_costs(section: ModelSection, seq_len: int) -> tuple[float, ...]:
 def _attention(section: ModelSection, seq_len: int) -> int:
     head_dim = section.head_dim or section.width // section.heads
     heads, kv_heads = section.heads * head_dim, (section.kv_heads or section.heads) * head_dim
-    return 2 * section.width * (heads + kv_heads) + heads * seq_len  # causal: half of 2·H·d·L
+    seen = heads * pairs(seq_len, section.window) // seq_len  # causal: half of 2·H·d·L
+    return 2 * section.width * (heads + kv_heads) + seen
 
 
 def _latent(section: ModelSection, seq_len: int) -> int:
@@ -39,7 +42,8 @@ def _latent(section: ModelSection, seq_len: int) -> int:
     query = heads * (nope + rope)
     queries = width * query if section.q_lora_rank is None else section.q_lora_rank * (width + query)
     keys_values = width * (rank + rope) + rank * heads * (nope + value)
-    return queries + keys_values + heads * value * width + heads * (nope + rope + value) * seq_len // 2
+    seen = heads * (nope + rope + value) * pairs(seq_len, section.window) // (2 * seq_len)
+    return queries + keys_values + heads * value * width + seen
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
