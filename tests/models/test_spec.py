@@ -45,7 +45,8 @@ def test_units_partition_the_parameters(name: str) -> None:
         assert set(unit.backward_reads) <= {*unit.params, *unit.borrowed}
     assert [key for key, _ in model.blocks[0].segments] == list(units[1].segments)
     assert units[0].backward_reads == ()
-    assert ("embed.tokens.weight" in units[-1].backward_reads) == section.tied == bool(units[-1].borrowed)
+    assert ("embed.tokens.weight" in units[-1].backward_reads) == section.tied
+    assert bool(units[-1].borrowed) == (section.tied or section.mtp_depth > 0)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
