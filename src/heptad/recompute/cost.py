@@ -34,6 +34,9 @@ e bytes of an element; w = max(e, 4), bytes of a statistic; s = 2 statistics a L
 A context rank holds ⌈L/C⌉ tokens of a row: that is L here. Its core keeps q, k, v, output and log-sum-exp whatever its
 kernel, and no mask; of the k in "q, k, v" ranks that deal heads count what is sent to them (`axes/context/cost.py`).
 
+Of latent attention and of a mixture of experts other terms stand in their places: `expert_cost.py`. Multi-token
+prediction is not counted.
+
 Selective recompute drops probabilities and their mask (math), or `down input` (flash, context ranks). Read next:
 `policy.py`, `models/attention.py`, `models/parallel.py`, docs/memory.md. Sources: FIELD.md; arXiv 2205.05198 §4;
 1604.06174 §4.1.
@@ -46,11 +49,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from heptad.config.context import degrees, sent_kv_heads
+from heptad.config.experts import routes
 from heptad.config.recompute import forms_scores
 from heptad.config.schema import Job, ModelSection
 from heptad.models.chunk import chunk_tokens
 from heptad.models.spec import complete
 from heptad.precision.dtypes import dtypes_of
+from heptad.recompute.expert_cost import Tokens, expert_terms, latent_terms
 from heptad.recompute.policy import Mode
 from heptad.units import BYTES_PER_ELEMENT
 
@@ -64,8 +69,9 @@ INDEX_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """One micro-batch on one rank. `length`: tokens of a row that it holds, as one of `cp` context ranks, of which
-    `dealt` neighbours deal heads. `documents`: a row may hold several, so attention needs a mask. `index`: the tensor
-    rank (padding of the last ones' tokens shows in the embedding only).
+    `dealt` neighbours deal heads. `rows`: of routed experts in a block, None: all choices of all tokens. `documents`: a
+    row may hold several, so attention needs a mask. `index`: the tensor rank (padding of the last ones' tokens shows in
+    the embedding only).
     """
 
     section: ModelSection
@@ -80,9 +86,11 @@ class Sizes:
     index: int = 0
     cp: int = 1
     dealt: int = 1
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "section", complete(self.section))
+        assert not self.section.mtp_depth, "multi-token prediction is not counted"
 
     @classmethod
     def of(cls, job: Job, documents: bool, device_type: str = "cpu", index: int = 0) -> Sizes:
@@ -107,6 +115,12 @@ class Sizes:
     def tokens(self) -> int:
         """N."""
         return self.batch * self.length
+
+    @property
+    def routed(self) -> Tokens:
+        """What experts see of it."""
+        rows = self.tokens * self.section.experts_per_token if self.rows is None else self.rows
+        return Tokens(self.batch, self.length, rows, self.element_bytes, self.wide_bytes)
 
     @property
     def own_tokens(self) -> int:
@@ -159,11 +173,17 @@ class Sizes:
         return self.own_tokens * self.section.width if self.section.dropout else 0
 
 
-def block(sizes: Sizes, mode: Mode = "none") -> Terms:
-    """What one block keeps after its forward (mode "full": after its C), by the terms of the table above."""
-    attention, mlp = _attention(sizes), _mlp(sizes)
+def block(sizes: Sizes, mode: Mode = "none", layer: int | None = None) -> Terms:
+    """What one block keeps after its forward (mode "full": after its C), by the terms of the table above.
+
+    layer: which block (None: the last), where the first ones have no experts.
+    """
+    attention = _attention(sizes) | (_latent(sizes) if sizes.section.attention_kind == "mla" else {})
+    layer = sizes.section.layers - 1 if layer is None else layer
+    mlp = _experts(sizes) if routes(sizes.section, layer) else _mlp(sizes)
     if mode == "selective":
-        for name in ("probabilities", "probabilities mask") if sizes.formed else ("down input",):
+        dropped = ("probabilities", "probabilities mask") if sizes.formed else ("down input", "shared down input")
+        for name in dropped:
             attention.pop(name, None), mlp.pop(name, None)
     return _some(attention | mlp | {"anchor": ANCHOR_BYTES})
 
@@ -189,6 +209,16 @@ def _attention(sizes: Sizes) -> Terms:
         "dealt output": heads * head * (sizes.dealt > 1),
         "attention dropout mask": sizes.dropout_bytes(),
     }
+
+
+def _latent(sizes: Sizes) -> Terms:
+    """What stands in place of projections, queries, keys, values and the output."""
+    return {"qkv input": 0, "repeated kv": 0} | latent_terms(sizes.section, sizes.routed, sizes.formed)
+
+
+def _experts(sizes: Sizes) -> Terms:
+    norm = {"mlp input": sizes.stream_bytes, "mlp norm statistics": sizes.norm_bytes(sizes.own_tokens)}
+    return norm | expert_terms(sizes.section, sizes.routed) | {"mlp dropout mask": sizes.dropout_bytes()}
 
 
 def _mlp(sizes: Sizes) -> Terms:
@@ -241,7 +271,8 @@ def shared(sizes: Sizes) -> Terms:
     """
     section = sizes.section
     assert section.head_dim is not None
-    table = 2 * sizes.tokens * section.head_dim * sizes.wide_bytes * (section.positions == "rotary")
+    turned = section.head_dim if section.attention_kind == "gqa" else section.qk_rope_head_dim or 0
+    table = 2 * sizes.tokens * turned * sizes.wide_bytes * (section.positions == "rotary")
     mask, formed = sizes.masked_rows * sizes.length**2, sizes.formed
     bias = mask * sizes.element_bytes * (not formed)
     seen = mask * (formed and section.window is not None)

@@ -59,7 +59,7 @@ class _Walk:
             return sum(cost.embed(self.sizes).values())
         if unit == self.last:
             return sum(cost.head(self.sizes).values()) - self.sizes.wide_bytes  # the loss outlives its graph
-        return sum(cost.block(self.sizes, "selective" if selective else "none").values())
+        return sum(cost.block(self.sizes, "selective" if selective else "none", unit - 1).values())
 
     def after(self, action: Action) -> int:
         """Run one compute action; bytes alive then."""

@@ -1,0 +1,94 @@
+"""Bytes of activations of latent attention and of a mixture of experts, on one rank that holds all of a block. Pure.
+
+As in `cost.py`, whose legend holds: named terms, once a storage, as they live from a forward to its backward. Beside
+it: E experts, K a token, R rows of routed experts (N·K where nothing is dropped and no row is filled up), I inner width
+of an expert, S of all shared ones together; r and c latents of queries and of keys and values, p and t features of a
+head without and with position, v of a value; s statistics of a norm.
+
+| term | bytes | who needs it |
+|---|---|---|
+| latents input | N·D·e | weight gradients of what makes both latents |
+| query latent | 2·N·r·e + N·s·w, where queries have one | its norm (input, statistics), weight gradient of `q_b` |
+| key value latent | N·(2c + t)·e + N·s·w | its norm, with the shared key in one storage; weight gradient of `kv_b` |
+| q, k, v | N·H·(3·(p + t))·e; math: values as they are, with the keys they were split from | core attention |
+| attention output | N·H·(p + t + v)·e, math N·H·v·e | the fused kernel, padded; weight gradient of `out` |
+| router input | N·D·e; jitter: twice, and once more with shared experts | weight gradient of the router; the noise |
+| scores | N·E·w | softmax or sigmoid |
+| choices | N·K·8, twice | gather of scores; order of rows |
+| gate weights | N·K·w; normalised: twice, and N·w | product with the experts' outputs; the quotient |
+| router losses | balance: N + 8·B + B·E·w, deepseek N·w more; z: N·E·w + N·w, and N + 8·B once | as they say |
+| expert rows, expert outputs | R·D·e each | weight gradients of gate and up; those of the gate weights |
+| expert gate up | 2·R·I·e (plain: R·I·e) | the activation, formed again |
+| shared gate up, shared down input | 2·N·S·e (plain: N·S·e), N·S·e | as of an MLP |
+
+Read next: `cost.py`, `models/mla.py`, `models/router.py`, `models/moe.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heptad.config.schema import ModelSection
+
+CHOICE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """N = batch · length tokens; rows: R; element, wide: bytes of an element and of a statistic."""
+
+    batch: int
+    length: int
+    rows: int
+    element: int
+    wide: int
+
+    @property
+    def number(self) -> int:
+        """N."""
+        return self.batch * self.length
+
+
+def latent_terms(section: ModelSection, tokens: Tokens, formed: bool) -> dict[str, int]:
+    """Between the attention's norm and the probabilities, and its output; formed: scores are formed."""
+    nope, rope = section.qk_nope_head_dim or 0, section.qk_rope_head_dim or 0
+    value, rank = section.v_head_dim or 0, section.kv_lora_rank or 0
+    number, element, heads = tokens.number, tokens.element, section.heads
+    statistics = number * tokens.wide * (2 if section.norm == "layer" else 1)
+    queries = section.q_lora_rank or 0
+    whole, own = nope + rope, nope + value  # of a head: a query; a key without position and a value, in one storage
+    output = value if formed or whole == value else whole + value
+    return {
+        "latents input": number * section.width * element,
+        "query latent": (2 * number * queries * element + statistics) if queries else 0,
+        "key value latent": number * (2 * rank + rope) * element + statistics,
+        "q, k, v": number * heads * (2 * whole + (own if formed or whole == value else whole)) * element,
+        "attention output": number * heads * output * element,
+    }
+
+
+def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
+    """Behind the MLP's norm."""
+    assert section.experts is not None and section.expert_width is not None
+    number, element, wide = tokens.number, tokens.element, tokens.wide
+    choices, inner = section.experts_per_token, section.expert_width
+    parts = 2 if section.mlp == "gated" else 1
+    stream, shared = number * section.width * element, section.shared_experts * inner
+    balance = section.balance_loss if section.router == "deepseek" else section.aux_loss
+    losses = (number + CHOICE_BYTES * tokens.batch) * bool(balance or section.z_loss)
+    if balance:
+        losses += tokens.batch * section.experts * wide + number * wide * (section.router == "deepseek")
+    if section.z_loss:
+        losses += number * section.experts * wide + number * wide
+    return {
+        "router input": stream * ((2 + (shared > 0)) if section.jitter else 1),
+        "scores": number * section.experts * wide,
+        "choices": 2 * number * choices * CHOICE_BYTES,
+        "gate weights": number * (choices + (choices + 1) * section.normalise_top_k) * wide,
+        "router losses": losses,
+        "expert rows": tokens.rows * section.width * element,
+        "expert gate up": parts * tokens.rows * inner * element,
+        "expert outputs": tokens.rows * section.width * element,
+        "shared gate up": parts * number * shared * element,
+        "shared down input": number * shared * element,
+    }
