@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from heptad.errors import ConfigError
-from heptad.launch.failure import Diary, block, collect, leave, of_exception, stopped
+from heptad.launch.failure import Diary, block, collect, known, leave, of_exception, stopped
 
 
 def raised(rank: int, error: BaseException) -> None:
@@ -57,3 +57,8 @@ def test_a_diary_survives_its_process(tmp_path: Path) -> None:
     assert (found.step, found.checkpoint) == (7, "b")
     assert stopped("Ctrl-C", found) == "stopped by Ctrl-C at step 7; b"
     assert "starts afresh" in stopped("SIGTERM", Diary())
+
+
+def test_the_launchers_exit_codes_fill_what_the_watch_came_too_late_for() -> None:
+    found = known({0: (1.0, None), 1: (2.0, -15)}, {0: -9, 1: -6, 2: 1})
+    assert found[0] == (1.0, -9) and found[1] == (2.0, -15) and found[2][1] == 1

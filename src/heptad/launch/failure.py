@@ -107,8 +107,21 @@ def leave(folder: Path, failure: Failure) -> None:
     aside.rename(folder / f"failure-{failure.rank}.json")
 
 
-def collect(folder: Path, deaths: Mapping[int, tuple[float, int | None]]) -> list[Failure]:
-    """All failures, the first cause first. `deaths`: rank -> (time, status) of the ranks that did not end well."""
+Deaths = Mapping[int, tuple[float, int | None]]
+"""Rank -> (monotonic seconds, status) of the ranks that did not end well; None: nobody saw how."""
+
+
+def known(watched: Deaths, exit_codes: Mapping[int, int]) -> dict[int, tuple[float, int | None]]:
+    """What the watch saw, and the launcher's exit codes where the watch came too late."""
+    found = dict(watched)
+    for rank, code in exit_codes.items():
+        when_s, status = found.get(rank, (time.monotonic(), None))
+        found[rank] = when_s, code if status is None else status
+    return found
+
+
+def collect(folder: Path, deaths: Deaths) -> list[Failure]:
+    """All failures, the first cause first."""
     failures = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
     reported = {failure.rank for failure in failures}
     for rank, (when_s, status) in deaths.items():

@@ -118,9 +118,7 @@ def _ranks(world: int, call: tuple[Any, ...], port: int) -> int:
         number = stop.sigval if isinstance(stop, SignalException) else signal.SIGINT
         return _stop(number, failure.Diary.read(folder / "diary-0"))
     except ChildFailedError as error:
-        deaths = dict(watch.deaths)
-        for rank, child in error.failures.items():
-            deaths.setdefault(rank, (time.monotonic(), child.exitcode))
+        deaths = failure.known(watch.deaths, {rank: child.exitcode for rank, child in error.failures.items()})
         if all(status == STOPPED for _, status in deaths.values()):
             return _stop(signal.SIGINT, failure.Diary.read(folder / "diary-0"))
         failures = failure.collect(folder, deaths)
