@@ -68,7 +68,7 @@ def test_a_fault_is_caught_in_every_precision(case: str, params: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_fault_is_named_beside_the_data_and_the_tensor_axis(case: str, zero: int) -> None:
     layout = CASES[case][1]["layout"] | (dict(tp=2, sequence_parallel=True) if zero % 2 else {})
-    options: dict[str, Any] = dict(zero=zero, ranks=1 if zero % 2 else 2, accumulation=1, layout=layout)
+    options: dict[str, Any] = dict(zero=zero, ranks=1 if zero % 2 else 2, accumulation=3, layout=layout)
     verdict = examine(Shrunk(job_of(case, **options), ()), 1, (CASES[case][0],))
     assert verdict.blame is not None and verdict.blame.axis == CASES[case][2]
 

@@ -16,7 +16,8 @@ a row cost a look at `documents`. Sources: 2C chunks of a row: arXiv 2407.21783 
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import add
 
 import numpy as np
 
@@ -93,28 +94,32 @@ def _contiguous(bounds: list[tuple[int, int]], ring: int, tokens: int) -> list[l
 
 
 def _zigzag(bounds: list[tuple[int, int]], ring: int) -> list[list[Run]]:
+    """Plain integers: for the few numbers of a document numpy's calls would take ten times as long."""
     runs: list[list[Run]] = [[] for _ in range(ring)]
-    tokens, work = np.zeros(ring, dtype=np.int64), np.zeros(ring, dtype=np.int64)
+    tokens, work = [0] * ring, [0] * ring
     for start, stop in bounds:
-        share = np.full(ring, (stop - start) // ring, dtype=np.int64)
-        share[np.lexsort((work, tokens))[: (stop - start) % ring]] += 1
-        choices = [_chunks(share, share // 2), _chunks(share, share - share // 2)]
-        ends, added = min(choices, key=lambda choice: int((work + choice[1]).max()))
-        tokens, work = tokens + share, work + added
-        edges = [start, *(start + ends).tolist()]
-        for chunk, (first, last) in enumerate(pairwise(edges)):
-            if first < last:
-                _append(runs[min(chunk, 2 * ring - 1 - chunk)], Run(first, last, start))
-    assert (tokens == tokens[0]).all(), tokens
+        whole, extra = divmod(stop - start, ring)
+        share = [whole] * ring
+        for rank in sorted(range(ring), key=lambda rank: (tokens[rank], work[rank]))[:extra]:
+            share[rank] += 1
+        choices = [_chunks(share, [n // 2 for n in share]), _chunks(share, [n - n // 2 for n in share])]
+        ends, added = min(choices, key=lambda choice: max(map(add, work, choice[1])))
+        tokens, work = list(map(add, tokens, share)), list(map(add, work, added))
+        first = start
+        for chunk, end in enumerate(ends):
+            if first < start + end:
+                _append(runs[min(chunk, 2 * ring - 1 - chunk)], Run(first, start + end, start))
+            first = start + end
+    assert len(set(tokens)) == 1, tokens
     return runs
 
 
-def _chunks(share: Ints, early: Ints) -> tuple[Ints, Ints]:
+def _chunks(share: list[int], early: list[int]) -> tuple[list[int], list[int]]:
     """Ends of a document's 2R chunks and the pairs each rank sees, if ranks have `early` of their `share` early."""
-    sizes = np.concatenate([early, (share - early)[::-1]])
-    ends = np.cumsum(sizes)
-    seen = sizes * (2 * ends - sizes + 1) // 2  # the sum of i + 1 over a chunk's tokens i
-    return ends, seen[: len(share)] + seen[len(share) :][::-1]
+    sizes = early + [total - before for total, before in zip(share, early, strict=True)][::-1]
+    ends = list(accumulate(sizes))
+    seen = [size * (2 * end - size + 1) // 2 for size, end in zip(sizes, ends, strict=True)]  # Σ i + 1 over tokens i
+    return ends, list(map(add, seen[: len(share)], reversed(seen[len(share) :])))
 
 
 def _append(runs: list[Run], run: Run) -> None:
