@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import GPT, compared, layout_job
+from tests.verify.several import assert_named, assert_refused
 
-from heptad.errors import ConfigError
 from heptad.verify.context_faults import CONTEXT
-from heptad.verify.faults import parse
 from heptad.verify.localise import present, without
 from heptad.verify.run import Verdict, examine
 from heptad.verify.shrink import Shrunk
@@ -52,8 +51,7 @@ def test_every_kind_has_a_case() -> None:
 def test_a_fault_is_caught_and_its_axis_named(case: str) -> None:
     fault, _, axis, module = CASES[case]
     verdict: Verdict = examine(Shrunk(job_of(case), ()), 1, (fault,))
-    assert not verdict.ok and verdict.blame is not None and verdict.module is not None
-    assert verdict.blame.axis == axis and module in verdict.module
+    assert_named(verdict, axis, module)
     assert verdict.comparison is not None and verdict.comparison.traffic_matches  # none of them sends otherwise
 
 
@@ -87,9 +85,7 @@ def test_a_fault_is_named_beside_the_data_and_the_tensor_axis(case: str, zero: i
     ],
 )
 def test_a_fault_that_cannot_be_is_refused(fault: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse((fault,), layout_job(**options), 2)
-    assert says in str(error.value)
+    assert_refused(fault, layout_job(**options), 2, says)
 
 
 def test_without_the_context_axis_goes_what_lives_on_it() -> None:

@@ -8,7 +8,6 @@ Jobs of as many ranks run one after the other in the same processes.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -19,20 +18,16 @@ import numpy as np
 import pytest
 from tests.sweep import Pair, every, pairs, pairwise, possible, sampled
 from tests.verify.layouts import GPT, layout_job
+from tests.verify.several import Case, Item, assert_all_right, together
 
 from heptad.axes.pipeline.generate import GENERATORS
 from heptad.axes.pipeline.generate import problems as schedule_problems
 from heptad.axes.pipeline.legal import check_job
 from heptad.config.pipeline import STAGES_A_RANK
 from heptad.config.schema import Job
-from heptad.launch.forked import forked
 from heptad.loader.prepare import PreparedData
 from heptad.loader.store import Tokens
 from heptad.loader.synthetic import synthetic
-from heptad.mesh.layout import Layout
-from heptad.verify.compare import compare
-from heptad.verify.ranks import RankReport, _rank
-from heptad.verify.stale import reference_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "ring": {},
@@ -69,9 +64,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 PLACES = ("cp", "kind", "split", "tensor", "pipeline", "data")
 """The first factors: what `valid` looks at."""
-SAMPLE, POOL, SEED, TOGETHER = 300, 1500, 1, 6
+SAMPLE, POOL, SEED = 300, 1500, 1
 WINDOW = 3
-Item = dict[str, Any]
 
 
 def stages_of(item: Item) -> int:
@@ -145,33 +139,8 @@ COVER = pairwise(FACTORS, valid, DRAWN)
 REST = [item for item in DRAWN if item not in COVER][:SAMPLE]
 
 
-def together(items: list[Item]) -> list[list[Item]]:
-    """Jobs of as many ranks, at most `TOGETHER` of them."""
-    by_world: dict[int, list[Item]] = defaultdict(list)
-    for item in items:
-        by_world[ranks_of(item)].append(item)
-    return [found[at : at + TOGETHER] for found in by_world.values() for at in range(0, len(found), TOGETHER)]
-
-
 def named(items: list[Item]) -> str:
     return f"{ranks_of(items[0])} ranks-" + "-".join(f"{item['kind']}{item['cp']}" for item in items)
-
-
-Case = tuple[Job, PreparedData]
-
-
-def _several(rank: int, cases: list[Case], steps: int) -> list[RankReport]:
-    return [_rank(rank, job, tokens, steps, (), False) for job, tokens in cases]
-
-
-def assert_all_right(cases: list[Case], steps: int = 2) -> None:
-    world = Layout.of(cases[0][0].layout).world
-    ranks = forked(world, _several, cases, steps, timeout_s=300)
-    for at, (job, tokens) in enumerate(cases):
-        found = compare(job, reference_of(job, tokens), [reports[at] for reports in ranks], steps)
-        assert not found.differences, (job.layout, job.model, job.recompute, found.differences[:5])
-        assert found.traffic_matches, (job.layout, job.model, job.recompute, found.predicted, found.counted)
-        assert found.reorder_ratio is None or found.reorder_ratio <= 2
 
 
 def cases_of(items: list[Item]) -> list[Case]:
@@ -179,13 +148,13 @@ def cases_of(items: list[Item]) -> list[Case]:
     return [(job, tokens_of(job, packed)) for job, packed in jobs]
 
 
-@pytest.mark.parametrize("items", together(COVER), ids=named)
+@pytest.mark.parametrize("items", together(COVER, ranks_of), ids=named)
 def test_pairwise_cover(items: list[Item]) -> None:
     assert_all_right(cases_of(items))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("items", together(REST), ids=named)
+@pytest.mark.parametrize("items", together(REST, ranks_of), ids=named)
 def test_a_sample_of_the_rest(items: list[Item]) -> None:
     assert_all_right(cases_of(items))
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import compared, layout_job
+from tests.verify.several import assert_named, assert_refused
 
-from heptad.errors import ConfigError
-from heptad.verify.faults import parse
 from heptad.verify.localise import present, without
 from heptad.verify.pipeline_faults import PIPELINE
 from heptad.verify.run import Verdict, examine, job_line
@@ -63,8 +62,7 @@ def test_every_kind_has_a_case() -> None:
 def test_a_fault_is_caught_and_its_axis_named(case: str) -> None:
     verdict = examined(case)
     _, _, axis, module = CASES[case]
-    assert not verdict.ok and verdict.blame is not None and verdict.module is not None
-    assert verdict.blame.axis == axis and module in verdict.module
+    assert_named(verdict, axis, module)
 
 
 @pytest.mark.parametrize("params", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
@@ -102,9 +100,7 @@ def test_a_fault_is_named_beside_the_other_axes(case: str, zero: int) -> None:
     ],
 )
 def test_a_fault_that_cannot_be_is_refused(fault: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse((fault,), layout_job(**(dict(ranks=1) | options)), 1)
-    assert says in str(error.value)
+    assert_refused(fault, layout_job(**(dict(ranks=1) | options)), 1, says)
 
 
 @pytest.mark.parametrize(

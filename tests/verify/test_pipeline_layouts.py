@@ -7,7 +7,6 @@ the rest. Jobs of as many ranks run one after the other in the same processes.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,17 +14,13 @@ from typing import Any
 import pytest
 from tests.sweep import every, pairs, pairwise, possible, sampled
 from tests.verify.layouts import layout_job
+from tests.verify.several import Case, Item, assert_all_right, together
 
 from heptad.axes.pipeline.generate import GENERATORS
 from heptad.axes.pipeline.generate import problems as schedule_problems
 from heptad.axes.pipeline.legal import check_job
 from heptad.config.schema import Job
-from heptad.launch.forked import forked
 from heptad.loader.synthetic import synthetic
-from heptad.mesh.layout import Layout
-from heptad.verify.compare import compare
-from heptad.verify.ranks import RankReport, _rank
-from heptad.verify.reference import Reference
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -44,8 +39,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "recompute": tuple(RECOMPUTE),
     "tied": (False, True),
 }
-SAMPLE, POOL, SEED, TOGETHER = 300, 1000, 7, 6
-Item = dict[str, Any]
+SAMPLE, POOL, SEED = 300, 1000, 7
 
 
 def ranks_of(item: Item) -> int:
@@ -90,42 +84,24 @@ COVER = pairwise(FACTORS, valid, DRAWN)
 REST = [item for item in DRAWN if item not in COVER][:SAMPLE]
 
 
-def together(items: list[Item]) -> list[list[Item]]:
-    """Jobs of as many ranks, at most `TOGETHER` of them."""
-    by_world: dict[int, list[Item]] = defaultdict(list)
-    for item in items:
-        by_world[ranks_of(item)].append(item)
-    return [found[at : at + TOGETHER] for found in by_world.values() for at in range(0, len(found), TOGETHER)]
-
-
 def named(items: list[Item]) -> str:
     schedules = "-".join(item["schedule"] for item in items)
     return f"{ranks_of(items[0])} ranks-{schedules}"
 
 
-def _several(rank: int, jobs: list[Job], steps: int) -> list[RankReport]:
-    return [_rank(rank, job, synthetic(job), steps, (), False) for job in jobs]
+def cases_of(items: list[Item]) -> list[Case]:
+    return [(job, synthetic(job)) for job in map(job_of, items)]
 
 
-def assert_all_right(jobs: list[Job], steps: int = 2) -> None:
-    world = Layout.of(jobs[0].layout).world
-    ranks = forked(world, _several, jobs, steps, timeout_s=300)
-    for at, job in enumerate(jobs):
-        found = compare(job, Reference(job, synthetic(job)), [reports[at] for reports in ranks], steps)
-        assert not found.differences, (job.layout, job.recompute, found.differences[:5])
-        assert found.traffic_matches, (job.layout, job.recompute, found.predicted, found.counted)
-        assert found.reorder_ratio is None or found.reorder_ratio <= 2
-
-
-@pytest.mark.parametrize("items", together(COVER), ids=named)
+@pytest.mark.parametrize("items", together(COVER, ranks_of), ids=named)
 def test_pairwise_cover(items: list[Item]) -> None:
-    assert_all_right([job_of(item) for item in items])
+    assert_all_right(cases_of(items))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("items", together(REST), ids=named)
+@pytest.mark.parametrize("items", together(REST, ranks_of), ids=named)
 def test_a_sample_of_the_rest(items: list[Item]) -> None:
-    assert_all_right([job_of(item) for item in items])
+    assert_all_right(cases_of(items))
 
 
 def test_the_cover_has_every_pair_and_both_counts_are_printed(record_property: Callable[[str, object], None]) -> None:

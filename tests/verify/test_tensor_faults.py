@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import GPT, compared, layout_job
+from tests.verify.several import assert_named, assert_refused
 
 from heptad.errors import ConfigError
 from heptad.verify.faults import parse
@@ -71,8 +72,7 @@ def test_every_kind_has_a_case() -> None:
 def test_a_fault_is_caught_and_its_axis_named(case: str) -> None:
     verdict = examined(case)
     _, _, axis, module = CASES[case]
-    assert not verdict.ok and verdict.blame is not None and verdict.module is not None
-    assert verdict.blame.axis == axis and module in verdict.module
+    assert_named(verdict, axis, module)
     assert verdict.comparison is not None and verdict.comparison.traffic_matches  # none of them sends otherwise
 
 
@@ -111,9 +111,7 @@ def test_a_fault_is_named_on_four_ranks_and_beside_the_data_axis(case: str, zero
     ],
 )
 def test_a_fault_that_cannot_be_is_refused(fault: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse((fault,), layout_job(**options), 2)
-    assert says in str(error.value)
+    assert_refused(fault, layout_job(**options), 2, says)
 
 
 def test_a_bias_that_starts_at_zero_needs_a_second_step() -> None:

@@ -1,0 +1,60 @@
+"""What the sweeps over an axis' layouts, and the tests of its planted faults, have in common."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from heptad.config.schema import Job
+from heptad.errors import ConfigError
+from heptad.launch.forked import forked
+from heptad.loader.prepare import PreparedData
+from heptad.mesh.layout import Layout
+from heptad.verify.compare import compare
+from heptad.verify.faults import parse
+from heptad.verify.ranks import RankReport, _rank
+from heptad.verify.run import Verdict
+from heptad.verify.stale import reference_of
+
+Item = dict[str, Any]
+Case = tuple[Job, PreparedData]
+TOGETHER = 6
+
+
+def together(items: list[Item], ranks_of: Callable[[Item], int]) -> list[list[Item]]:
+    """Jobs of as many ranks, at most `TOGETHER` of them."""
+    by_world: dict[int, list[Item]] = defaultdict(list)
+    for item in items:
+        by_world[ranks_of(item)].append(item)
+    return [found[at : at + TOGETHER] for found in by_world.values() for at in range(0, len(found), TOGETHER)]
+
+
+def _several(rank: int, cases: list[Case], steps: int) -> list[RankReport]:
+    return [_rank(rank, job, tokens, steps, (), False) for job, tokens in cases]
+
+
+def assert_all_right(cases: list[Case], steps: int = 2) -> None:
+    """Jobs of as many ranks, one after the other in the same processes, each against one device."""
+    world = Layout.of(cases[0][0].layout).world
+    ranks = forked(world, _several, cases, steps, timeout_s=300)
+    for at, (job, tokens) in enumerate(cases):
+        found = compare(job, reference_of(job, tokens), [reports[at] for reports in ranks], steps)
+        assert not found.differences, (job.layout, job.model, job.recompute, found.differences[:5])
+        assert found.traffic_matches, (job.layout, job.model, job.recompute, found.predicted, found.counted)
+        assert found.reorder_ratio is None or found.reorder_ratio <= 2
+
+
+def assert_named(verdict: Verdict, axis: str, module: str) -> None:
+    """The fault is caught, `axis` is blamed, and the first differing module's name holds `module`."""
+    assert not verdict.ok and verdict.blame is not None and verdict.module is not None
+    assert verdict.blame.axis == axis and module in verdict.module
+
+
+def assert_refused(fault: str, job: Job, steps: int, says: str) -> None:
+    """A fault that cannot be planted in `job` is refused, with the reason."""
+    with pytest.raises(ConfigError) as error:
+        parse((fault,), job, steps)
+    assert says in str(error.value)
