@@ -39,6 +39,7 @@ def train_all(rank: int, jobs: list[Job]) -> tuple[list[list[dict[str, Any]]], b
     return steps, "heptad.models.compiled" in sys.modules, children
 
 
+@pytest.mark.slow
 def test_a_cut_stream_computes_the_same_and_recompute_changes_no_bit() -> None:
     layout: dict[str, Any] = dict(zero=3, tp=2, sequence_parallel=True)
     job, *again = (tiny_job(DROPPED, recompute=mode, **layout) for mode in ("none", "full", "selective"))

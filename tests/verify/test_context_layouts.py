@@ -52,7 +52,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": tuple(KINDS),
     "split": ("zigzag", "contiguous"),
     "tensor": ("1", "2", "2cut"),
-    "pipeline": ("none", *(name for name, generator in GENERATORS.items() if not generator.asynchronous)),
+    "pipeline": ("none", "1f1b", "zbv", "dualpipe"),  # the others: `test_every_schedule` and the sample
     "data": (1, 2),
     "sight": SIGHT,
     "heads": ("MHA", "GQA", "MQA"),
@@ -62,6 +62,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "length": (5, 8, 13),
     "rows": (1, 2),
 }
+PIPELINES = ("none", *(name for name, generator in GENERATORS.items() if not generator.asynchronous))
 PLACES = ("cp", "kind", "split", "tensor", "pipeline", "data")
 """The first factors: what `valid` looks at."""
 SAMPLE, POOL, SEED = 300, 1500, 1
@@ -136,7 +137,7 @@ def tokens_of(job: Job, packed: bool) -> PreparedData:
 
 DRAWN = sampled(FACTORS, valid, POOL, SEED)
 COVER = pairwise(FACTORS, valid, DRAWN)
-REST = [item for item in DRAWN if item not in COVER][:SAMPLE]
+REST = [item for item in sampled(FACTORS | {"pipeline": PIPELINES}, valid, POOL, SEED) if item not in COVER][:SAMPLE]
 
 
 def named(items: list[Item]) -> str:
@@ -169,7 +170,7 @@ def possible_pairs() -> set[Pair]:
 
 
 def test_the_cover_has_every_pair_and_both_counts_are_printed(record_property: Callable[[str, object], None]) -> None:
-    places = len(every({name: FACTORS[name] for name in PLACES}, valid))
+    places = len(every({name: FACTORS[name] for name in PLACES} | {"pipeline": PIPELINES}, valid))
     number = places * math.prod(len(levels) for name, levels in FACTORS.items() if name not in PLACES)
     assert set().union(*map(pairs, COVER)) == possible_pairs()
     record_property(
@@ -189,6 +190,12 @@ def test_a_row_of_the_causal_jobs_is_one_document_and_the_others_hold_several() 
     job = job_of(COVER[0])
     (whole,), (packed,) = (tokens_of(job, packed).sources for packed in (False, True))
     assert whole.train.num_documents == 1 and packed.train.num_documents > packed.train.num_tokens / job.data.seq_len
+
+
+def test_every_schedule() -> None:
+    others = [name for name in PIPELINES if name not in FACTORS["pipeline"]]
+    items = [COVER[0] | dict(cp=2, kind="ring", tensor="1", data=1, pipeline=name) for name in others]
+    assert_all_right(cases_of(items))
 
 
 BOTH: dict[str, Any] = dict(cp=4, context="ring+ulysses", cp_ulysses=2)

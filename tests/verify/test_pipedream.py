@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tests.sweep import pairwise, sampled
 from tests.verify.layouts import layout_job
-from tests.verify.test_pipeline_layouts import RECOMPUTE, microbatches, named, ranks_of, together
+from tests.verify.several import together
+from tests.verify.test_pipeline_layouts import RECOMPUTE, microbatches, named, ranks_of
 
 from heptad.axes.data.versions import Versions
 from heptad.config.check import check
@@ -80,7 +81,7 @@ def compared(jobs: list[Job], broken: str = "") -> list[Comparison]:
     return found
 
 
-@pytest.mark.parametrize("items", together(COVER), ids=named)
+@pytest.mark.parametrize("items", together(COVER, ranks_of), ids=named)
 def test_pairwise_cover(items: list[Item]) -> None:
     jobs = [job_of(item) for item in items]
     for job, found in zip(jobs, compared(jobs), strict=True):

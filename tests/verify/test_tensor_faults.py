@@ -76,7 +76,8 @@ def test_a_fault_is_caught_and_its_axis_named(case: str) -> None:
     assert verdict.comparison is not None and verdict.comparison.traffic_matches  # none of them sends otherwise
 
 
-@pytest.mark.parametrize("params", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_fault_is_caught_in_every_precision(case: str, params: str) -> None:
     assert compared(job_of(case, params=params), inject=(CASES[case][0],)).differences

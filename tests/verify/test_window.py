@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from tests.verify.layouts import GPT, layout_job
-from tests.verify.test_pipeline_layouts import assert_all_right
+from tests.verify.several import assert_all_right
 
 from heptad.axes.pipeline.legal import check_job
 from heptad.cli.job import ready
 from heptad.config.schema import Job
+from heptad.loader.synthetic import synthetic
 from heptad.verify.run import verify
 from heptad.verify.shrink import shrink
 
@@ -29,7 +30,7 @@ FOUR: list[Job] = [
 
 @pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_a_window_under_every_axis_equals_one_device(jobs: list[Job]) -> None:
-    assert_all_right(jobs)
+    assert_all_right([(job, synthetic(job)) for job in jobs])
 
 
 @pytest.mark.parametrize(

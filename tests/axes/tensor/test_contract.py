@@ -32,8 +32,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", LAYOUTS)
+CASES = [
+    pytest.param(name, model, marks=[pytest.mark.slow] if model == "window" and "x" in name else [])
+    for name in LAYOUTS
+    for model in MODELS
+]
+
+
+@pytest.mark.parametrize(("name", "model"), CASES)
 def test_equals_one_device_and_sends_what_it_predicts(name: str, model: str) -> None:
     layout = LAYOUTS[name]
     num_ranks = layout["tp"] * layout.get("dp_replicate", 1) * layout.get("dp_shard", 1)
