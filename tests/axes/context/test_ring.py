@@ -18,6 +18,7 @@ from heptad.launch.forked import forked
 from heptad.mesh.collectives import Group, Work
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
+from heptad.models.batch import Batch
 from heptad.trace import Transfer
 from heptad.verify.meter import MemoryMeter
 
@@ -93,14 +94,20 @@ class NotedKernels:
         return CpuFlash().backward(*block)
 
 
-def attention(rank: int, layout: dict[str, Any], case: Case, kernels: Kernels) -> tuple[Tensor, Any]:
-    """A core's output on this rank, and a function that runs its backward."""
+def prepared(rank: int, layout: dict[str, Any], case: Case) -> tuple[LayoutSection, Mesh, Batch, tuple[Tensor, ...]]:
+    """This rank's groups, batch, and its own tokens of q, k, v and dout."""
     section = LayoutSection(**layout)
     mesh = Mesh(Layout.of(section), rank, [("cp",)], torch.device("cpu"))
     batch = take(case.batch(), section, rank)
     assert batch.context is not None
     padded = batch.context.index.shape[1]
-    q, k, v, dout = (local(x, batch.context.part(rank, section.cp), padded) for x in case.tensors())
+    own = tuple(local(x, batch.context.part(rank, section.cp), padded) for x in case.tensors())
+    return section, mesh, batch, own
+
+
+def attention(rank: int, layout: dict[str, Any], case: Case, kernels: Kernels) -> tuple[Tensor, Any]:
+    """A core's output on this rank, and a function that runs its backward."""
+    section, mesh, batch, (q, k, v, dout) = prepared(rank, layout, case)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     core = core_of(mesh, section, Case(case.rows, kernels=kernels))
     return core(q, k, v, batch, None), lambda out: torch.autograd.grad(out, leaves, dout)
@@ -147,12 +154,7 @@ def test_causal_work_is_skipped_by_block() -> None:
 
 def held(rank: int, layout: dict[str, Any], case: Case) -> tuple[int, int, int]:
     """Bytes above q, k, v and dout: at most during the forward, after it, at most during the backward."""
-    section = LayoutSection(**layout)
-    mesh = Mesh(Layout.of(section), rank, [("cp",)], torch.device("cpu"))
-    batch = take(case.batch(), section, rank)
-    assert batch.context is not None
-    padded = batch.context.index.shape[1]
-    q, k, v, dout = (local(x, batch.context.part(rank, section.cp), padded) for x in case.tensors())
+    section, mesh, batch, (q, k, v, dout) = prepared(rank, layout, case)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     core = core_of(mesh, section, case)
     with MemoryMeter([q, k, v, dout]) as meter:

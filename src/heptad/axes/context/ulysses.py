@@ -13,13 +13,13 @@ arXiv 2309.14509; with a ring around it: arXiv 2405.07719. Read next: `ring.py`,
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heptad.axes.context.merge import wide
+from heptad.config.context import sent_kv_heads
 from heptad.mesh.collectives import Group, all_to_all
 
 
@@ -29,8 +29,8 @@ def dealt_kv_heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, ...]:
     On a rank as many query heads read each of them, in order, so there again kv head i belongs to a run of them.
     """
     assert heads % kv_heads == 0 and heads % ranks == 0, (heads, kv_heads, ranks)
-    shared, own = heads // kv_heads, heads // ranks
-    return tuple(first // shared for first in range(0, heads, math.gcd(shared, own)))
+    readers = heads // sent_kv_heads(heads, kv_heads, ranks)
+    return tuple(first // (heads // kv_heads) for first in range(0, heads, readers))
 
 
 class _ToHeads(torch.autograd.Function):
