@@ -69,6 +69,33 @@ def test_layouts_that_do_not_run_yet_are_refused(axis: str) -> None:
     assert any("not built yet: it arrives with the expert axis" in line for line in found({"ep": 2, "dp_shard": 2}))
 
 
+CARVED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no experts": (dict(ep=2, dp_shard=2), dict(experts=None),
+        "layout.ep: it would have no effect: there are no experts (remove it, or give model.experts)"),
+    "an idle rank": (dict(ep=6, dp_shard=6), {},
+        "layout.ep: each of the ep = 6 ranks holds an expert, 2 of the 8 a rank (ep = 4)"),
+    "no rows": (dict(etp=4, dp_shard=4), dict(expert_width=5),
+        "layout.etp: each of the etp = 4 ranks holds rows of an expert, 2 of the 5 a rank (etp = 3)"),
+    "carved from too few": (dict(ep=2, etp=4, dp_shard=4), {},
+        "layout.ep: ep × etp = 8 divides dp_shard × cp × tp = 4, from which expert ranks are carved (ep × etp = 4)"),
+    "fsdp2": (dict(ep=2, dp_shard=2, engine="fsdp2"), {}, "layout.engine: fsdp2 cuts every parameter over all data "
+        'ranks, but ep × etp = 2 cuts experts over some (engine = "heptad", or ep = 1 and etp = 1)'),
+    "a node of no divisor": (dict(ep=4, ep_inner=3, dp_shard=4), {}, "layout.ep_inner: ep_inner is the ranks of a node "
+        "among ep = 4: it divides them, and there are several nodes (ep_inner = 2, or 1 for a dispatch in one step)"),
+    "one node": (dict(ep=2, ep_inner=2, dp_shard=2), {}, "there are several nodes (an ep with two factors, such as 4"),
+    "nothing dispatched": (dict(ep_inner=2), {},
+        "layout.ep_inner: it would have no effect: nothing is dispatched between ranks (ep = 1) (remove it, or ep >"),
+}  # fmt: skip
+"""layout, model, what is said."""
+
+
+@pytest.mark.parametrize("name", CARVED)
+def test_expert_axes_that_would_hold_nothing_are_refused(name: str) -> None:
+    layout, model, said = CARVED[name]
+    lines = found(layout, **model)
+    assert any(said in line for line in lines), lines
+
+
 def test_predictions_want_one_token_table() -> None:
     lines = found({"pp": 2, "schedule": "pipedream", "zero": 1}, mtp_depth=1)
     assert any("pipedream would update it at two times" in line for line in lines)

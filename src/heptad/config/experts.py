@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from heptad.config.effect import idle, is_set
-from heptad.config.schema import Job, ModelSection
+from heptad.config.schema import Job, LayoutSection, ModelSection
+from heptad.config.sizes import divisors, holds_rows
 from heptad.errors import Problem
 
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -26,6 +27,7 @@ def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
     """`model` is the section with its preset filled in."""
     yield from sizes(model)
     yield from _idle(model)
+    yield from _carved(job.layout, model)
     yield from _unbuilt(job, model)
 
 
@@ -100,6 +102,36 @@ def _idle(model: ModelSection) -> Iterator[Problem]:
     if not model.mtp_depth:
         why = "nothing further is predicted (mtp_depth = 0)"
         yield from idle("model", model, ("mtp_weight",), why, "mtp_depth = 1")
+
+
+def _carved(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
+    """The expert axes: each of their ranks holds an expert, or rows of one. What they are carved from: `sizes.py`."""
+    ep, etp, inner = layout.ep, layout.etp, layout.ep_inner
+    if model.experts is None:
+        yield from idle("layout", layout, ("ep", "etp", "ep_inner"), "there are no experts", "give model.experts")
+        return
+    if layout.engine == "fsdp2" and ep * etp > 1:
+        rule = f"fsdp2 cuts every parameter over all data ranks, but ep × etp = {ep * etp} cuts experts over some"
+        yield Problem("layout.engine", layout.engine, rule, 'engine = "heptad", or ep = 1 and etp = 1')
+    if not holds_rows(model.experts, ep):
+        rule = f"each of the ep = {ep} ranks holds an expert, {-(-model.experts // ep)} of the {model.experts} a rank"
+        yield Problem("layout.ep", ep, rule, f"ep = {_degrees(model.experts, ep)}")
+    width = model.expert_width or model.mlp_width
+    if not holds_rows(width, etp):
+        rule = f"each of the etp = {etp} ranks holds rows of an expert, {-(-width // etp)} of the {width} a rank"
+        yield Problem("layout.etp", etp, rule, f"etp = {_degrees(width, etp)}")
+    if inner > 1 and ep == 1:
+        yield from idle("layout", layout, ("ep_inner",), "nothing is dispatched between ranks (ep = 1)", "ep > 1")
+    elif inner > 1 and (ep % inner or inner == ep):
+        between = [item for item in divisors(ep) if 1 < item < ep]
+        rule = f"ep_inner is the ranks of a node among ep = {ep}: it divides them, and there are several nodes"
+        fix = f"ep_inner = {' or '.join(map(str, between))}" if between else "an ep with two factors, such as 4"
+        yield Problem("layout.ep_inner", inner, rule, f"{fix}, or 1 for a dispatch in one step")
+
+
+def _degrees(rows: int, degree: int) -> str:
+    """The nearest degree below of which each rank holds one of `rows` rows."""
+    return str(max(item for item in range(1, degree) if holds_rows(rows, item)))
 
 
 def _unbuilt(job: Job, model: ModelSection) -> Iterator[Problem]:

@@ -138,6 +138,7 @@ class LayoutSection(Section):
     tp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
     etp: int = Field(default=1, ge=1)
+    ep_inner: int = Field(default=1, ge=1)
     vpp: int | None = Field(default=None, ge=1)
     layers_per_stage: tuple[Annotated[int, Field(ge=1)], ...] = ()
     order: str = "pp-dp_replicate-dp_shard-cp-tp"
