@@ -115,6 +115,68 @@ def sum_of_ones(rank: int, num_ranks: int, dtype: torch.dtype) -> float:
     return shard.item()
 
 
+def rows_of(source: int, target: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+    """[number, 3] of which every element says where it comes from and where it goes."""
+    return (torch.arange(3 * number).view(number, 3) + 100 * source + 1000 * target).to(dtype)
+
+
+def variable_rows(rank: int, counts: list[list[int]], dtype: torch.dtype) -> list[tuple[str, int, int]]:
+    """counts[source][target] rows from each rank to each."""
+    number = len(counts)
+    group, ranks = group_of(rank, number), range(number)
+    sent, come = counts[rank], [row[rank] for row in counts]
+    going = torch.cat([rows_of(rank, target, sent[target], dtype) for target in ranks])
+    works, outs = [], []
+    for _ in range(2):  # two under way, waited for in another order
+        outs.append(torch.full((sum(come), 3), -1).to(dtype))
+        works.append(collectives.all_to_all_rows(outs[-1], going, sent, come, group, "rows"))
+    for work in reversed(works):
+        work.wait()
+        work.wait_sent()
+    expected = torch.cat([rows_of(source, rank, come[source], dtype) for source in ranks])
+    assert all(torch.equal(out, expected) for out in outs)
+
+    held = [row[0] for row in counts]
+    every = torch.full((sum(held), 3), -1).to(dtype)
+    work = collectives.all_gather_rows(every, rows_of(rank, 0, held[rank], dtype), held, group, "rows")
+    work.wait()
+    work.wait_sent()
+    assert torch.equal(every, torch.cat([rows_of(source, 0, held[source], dtype) for source in ranks]))
+
+    mine = torch.full((held[rank], 3), -1).to(dtype)
+    work = collectives.reduce_scatter_rows(mine, every * 2**rank, held, group, "rows")
+    work.wait()
+    work.wait_sent()
+    assert torch.equal(mine, (rows_of(rank, 0, held[rank], dtype).double() * (2**number - 1)).to(dtype))
+    return [(item.op, item.num_bytes, item.count) for item in group.ledger.transfers()]
+
+
+COUNTS = {
+    "one rank": [[3]],
+    "two ranks": [[2, 5], [1, 0]],
+    "all to the first": [[4, 0, 0], [3, 0, 0], [5, 0, 0]],
+    "nothing at all": [[0, 0], [0, 0]],
+    "four ranks": [[1, 0, 7, 2], [0, 0, 0, 0], [3, 5, 0, 1], [2, 2, 2, 0]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("name", COUNTS)
+def test_rows_in_numbers_that_differ(name: str, dtype: torch.dtype) -> None:
+    counts = COUNTS[name]
+    number, row = len(counts), 3 * dtype.itemsize
+    held = [row_[0] for row_ in counts]
+    for rank, counted in enumerate(forked(number, variable_rows, counts, dtype)):
+        leave = sum(counts[rank]) - counts[rank][rank]
+        others = sum(held) - held[rank]
+        want = [
+            ("all_gather", (number - 1) * held[rank] * row, 1),
+            ("all_to_all", 2 * leave * row, 2),
+            ("reduce_scatter", others * row, 1),
+        ]
+        assert counted == (want if number > 1 else [])
+
+
 def gathered_along_two_axes(rank: int, section: LayoutSection) -> tuple[tuple[int, ...], list[float]]:
     axes = ("dp_shard", "cp")
     group = Mesh(Layout.of(section), rank, [axes], torch.device("cpu")).group(*axes)

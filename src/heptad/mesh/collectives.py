@@ -90,6 +90,12 @@ def _record(op: str, group: Group, phase: str, full_bytes: int) -> None:
         group.ledger.record(op, group.axis, phase, sent_bytes(op, full_bytes, group.size))
 
 
+def _record_sent(op: str, group: Group, phase: str, num_bytes: int) -> None:
+    """Of a collective whose ranks differ in what they send."""
+    if group.size > 1:
+        group.ledger.record(op, group.axis, phase, num_bytes)
+
+
 def _peers(group: Group) -> list[int]:
     """Other ranks of the group, nearest first, so that not all ranks write to the same one at once."""
     return [(group.index + hop) % group.size for hop in range(1, group.size)]
@@ -188,6 +194,73 @@ def all_to_all(out: Tensor, inp: Tensor, group: Group, phase: str) -> Work:
         out.copy_(inp)
         return Work()
     return Work([dist.all_to_all_single(out, inp, group=group.pg, async_op=True)], keep=inp)
+
+
+def all_to_all_rows(
+    out: Tensor, inp: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group, phase: str
+) -> Work:
+    """The next send_counts[i] rows of `inp` go to rank i, the next recv_counts[i] of `out` come from it. Sends the rows
+    that leave, S bytes in all; nothing to or from a rank whose count is zero.
+
+    Rows are of dim 0; both tensors are contiguous, of one dtype. `wait_sent` as for `send`.
+    """
+    assert inp.shape[0] == sum(send_counts) and out.shape[0] == sum(recv_counts), (inp.shape, out.shape)
+    assert inp.is_contiguous() and out.is_contiguous() and inp.dtype == out.dtype and inp.shape[1:] == out.shape[1:]
+    assert send_counts[group.index] == recv_counts[group.index]
+    sends, receives = list(inp.split(list(send_counts))), list(out.split(list(recv_counts)))
+    _record_sent("all_to_all", group, phase, inp.nbytes - sends[group.index].nbytes)
+    if group.pg is not None and not group.point_to_point:
+        counts = list(recv_counts), list(send_counts)
+        handle = dist.all_to_all_single(out, inp, *counts, group=group.pg, async_op=True)
+        return Work([handle], [handle], keep=inp)
+    receives[group.index].copy_(sends[group.index])
+    return _pairs(receives, sends, group)
+
+
+def all_gather_rows(out: Tensor, inp: Tensor, counts: Sequence[int], group: Group, phase: str) -> Work:
+    """`out` [Σ counts, …] gets rank i's counts[i] rows, in rank order; `inp` are this rank's. Sends (N-1)·S of own S.
+
+    As `all_to_all_rows`, of which it is the one where each rank sends the same rows to all.
+    """
+    assert out.shape[0] == sum(counts) and inp.shape[0] == counts[group.index] and inp.is_contiguous()
+    _record_sent("all_gather", group, phase, (group.size - 1) * inp.nbytes)
+    receives = list(out.split(list(counts)))
+    if group.pg is not None and not group.point_to_point:
+        handle = dist.all_to_all(receives, [inp] * group.size, group=group.pg, async_op=True)
+        return Work([handle], [handle], keep=inp)
+    receives[group.index].copy_(inp)
+    return _pairs(receives, [inp] * group.size, group)
+
+
+def reduce_scatter_rows(out: Tensor, inp: Tensor, counts: Sequence[int], group: Group, phase: str) -> Work:
+    """`out` [counts[index], …] gets the sum over ranks of their slice `index` of `inp` [Σ counts, …], as
+    `reduce_scatter` sums; `inp` is this call's to overwrite. Sends what is not this rank's of it.
+    """
+    assert inp.shape[0] == sum(counts) and out.shape[0] == counts[group.index] and inp.is_contiguous()
+    sends = list(inp.split(list(counts)))
+    _record_sent("reduce_scatter", group, phase, inp.nbytes - sends[group.index].nbytes)
+    parts = [torch.empty_like(out) if at != group.index else sends[at] for at in range(group.size)]
+
+    def finish() -> None:
+        _ordered_sum(out, parts, accumulate=False)
+
+    if group.pg is not None and not group.point_to_point:
+        parts[group.index] = torch.empty_like(out)
+        handle = dist.all_to_all(parts, sends, group=group.pg, async_op=True)
+        return Work([handle], [handle], finish, keep=inp)
+    return _pairs(parts, sends, group, finish)
+
+
+def _pairs(
+    receives: Sequence[Tensor], sends: Sequence[Tensor], group: Group, finish: Callable[[], None] | None = None
+) -> Work:
+    """sends[i] to rank i, receives[i] from rank i, point to point, own ones left out; empty ones do not travel."""
+    if group.pg is None:
+        return Work(finish=finish)
+    tag, peers = group.tag(), _peers(group)
+    coming = [group.pg.recv([receives[peer]], peer, tag) for peer in reversed(peers) if receives[peer].numel()]
+    going = [group.pg.send([sends[peer]], peer, tag) for peer in peers if sends[peer].numel()]
+    return Work(coming, going, finish, keep=sends)
 
 
 def send(tensor: Tensor, peer: int, group: Group, phase: str, tag: int) -> Work:

@@ -2,7 +2,8 @@
 
 The rows of routed experts are sorted by expert (dispatch), run through them, and summed with the gate weights on the
 way back (combine). A choice that is dropped, and a token that only fills a row up, sends no row: what remains of such a
-token is the residual, and the shared experts' output. `MoE.dispatch` is a seam: on one device it sorts.
+token is the residual, and the shared experts' output. `MoE.dispatch` is a seam: on one device it sorts; where experts
+lie on several ranks, rows travel, and the shared experts are computed meanwhile (`axes/expert/`).
 
 Legend: N tokens, K experts a token, M rows (N·K less what is dropped), E experts, D width.
 Sources: Shazeer et al., arXiv 1701.06538; GShard, arXiv 2006.16668; DeepSeekMoE (shared experts), arXiv 2401.06066.
@@ -24,8 +25,11 @@ from heptad.models.batch import Batch
 from heptad.models.experts import Experts
 from heptad.models.router import Router, Routing
 
-Dispatch = Callable[[Tensor, Routing, Experts], Tensor]
-"""(tokens [N, D], where each goes, the experts) -> the weighted sum of their outputs [N, D]."""
+Meanwhile = Callable[[], Tensor | None]
+"""What is computed while rows travel."""
+Dispatch = Callable[[Tensor, Routing, Experts, Meanwhile], tuple[Tensor, Tensor | None]]
+"""(tokens [N, D], where each goes, the experts here, what to compute meanwhile: called once) -> the weighted sum of the
+experts' outputs [N, D], in the tokens' dtype, and what `meanwhile` gave."""
 
 
 class MoE(nn.Module):
@@ -56,29 +60,61 @@ class MoE(nn.Module):
         """[B, L, D] -> [B, L, D]."""
         y = self.norm(x)
         tokens = y.flatten(0, -2)  # [N, D]
-        out = self.dispatch(tokens, self.router(tokens, batch), self.experts).view_as(x)
-        return out if self.shared is None else out + self.shared(y, batch)
+
+        def meanwhile() -> Tensor | None:
+            return None if self.shared is None else self.shared(y, batch)
+
+        out, beside = self.dispatch(tokens, self.router(tokens, batch), self.experts, meanwhile)
+        out = out.view_as(x)
+        return out if beside is None else out + beside
 
 
-def sorted_dispatch(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def sorted_dispatch(
+    tokens: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
+) -> tuple[Tensor, Tensor | None]:
     """On one device: rows in order of (expert, token), back by the same permutation."""
     slots, counts = sorted_slots(routing, experts.number)
-    rows = _Spread.apply(tokens, slots, routing.experts.shape[1])
-    out: Tensor = _Combine.apply(experts(rows, counts), routing.weights, slots)
-    return out
+    rows = spread(tokens, slots, routing.experts.shape[1])
+    return combine(experts(rows, counts), routing.weights, slots), meanwhile()
 
 
 def sorted_slots(routing: Routing, number: int) -> tuple[Tensor, list[int]]:
     """Numbers n·K + k of the choices that are kept, [M], by expert and within one by token; rows of each expert."""
+    order, totals = sorted_choices(routing, number)
+    counts = host_counts(totals, even_counts(order.numel(), number))
+    return order[: sum(counts)], counts
+
+
+def sorted_choices(routing: Routing, number: int) -> tuple[Tensor, Tensor]:
+    """Numbers n·K + k of all choices [N·K], by expert, within one by token, what is not kept last; rows of each expert.
+
+    number: experts, at least as many as are chosen from. Both are int64 on the device.
+    """
     chosen = routing.experts.flatten()
     if routing.kept is not None:
-        chosen = torch.where(routing.kept.flatten(), chosen, number)  # what is not kept comes last
-    even = [chosen.numel() // number] * number
-    even[0] += chosen.numel() - sum(even)
+        chosen = torch.where(routing.kept.flatten(), chosen, number)
     totals = torch.zeros(number + 1, dtype=torch.int64, device=chosen.device)
     totals.scatter_add_(0, chosen, torch.ones_like(chosen))
-    counts = host_counts(totals[:number], even)
-    return chosen.argsort(stable=True)[: sum(counts)], counts
+    return chosen.argsort(stable=True), totals[:number]
+
+
+def even_counts(total: int, number: int) -> list[int]:
+    """`total` rows over `number` experts, the first of which has what is left over: what fake counts are taken for."""
+    even = [total // number] * number
+    even[0] += total - sum(even)
+    return even
+
+
+def spread(tokens: Tensor, slots: Tensor, choices: int) -> Tensor:
+    """tokens [N, D] -> the row n of each slot n·K + k [M, D]; the gradient sums a token's rows in the order of k."""
+    out: Tensor = _Spread.apply(tokens, slots, choices)
+    return out
+
+
+def combine(rows: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """rows [M, D] of slots [M], weights [N, K] -> sums in the order of k, in the weights' dtype first: [N, D]."""
+    out: Tensor = _Combine.apply(rows, weights, slots)
+    return out
 
 
 class _Spread(torch.autograd.Function):
