@@ -10,11 +10,15 @@ region all tokens are there and features or heads are cut.
 | leave, whole (g) | all-reduce | identity | 2(T-1)/T · B·L·D |
 | enter, cut | all-gather | reduce-scatter | (T-1)/T · B·L·D |
 | leave, cut | reduce-scatter | all-gather | (T-1)/T · B·L·D |
+| slice, whole | this rank's tokens | all-gather | (T-1)/T · B·L·D, backward alone |
+| join, whole | all-gather | this rank's tokens | (T-1)/T · B·L·D, forward alone |
+| slice and join, cut | identity | identity | nothing |
 
 `gather` and `reduce` are the two halves, asynchronous, for layers with a backward of their own; `enter` and `leave` are
-the pairs for ordinary autograd. One rank takes the same path and communicates nothing. Sources: Megatron-LM, Shoeybi et
-al., arXiv 1909.08053, §3; sequence parallelism, Korthikanti et al., arXiv 2205.05198, §4.2.2. Read next:
-`models/layers.py` (the layers that use both halves), `axes/tensor/`.
+the pairs for ordinary autograd. `slice` and `join` bound what works token by token on tokens each of which one rank has
+(experts): rank i takes those that a cut stream would have there. One rank takes the same path and communicates nothing.
+Sources: Megatron-LM, Shoeybi et al., arXiv 1909.08053, §3; sequence parallelism, Korthikanti et al., arXiv 2205.05198,
+§4.2.2. Read next: `models/layers.py` (the layers that use both halves), `axes/tensor/`.
 """
 
 from __future__ import annotations
@@ -81,10 +85,38 @@ class Stream:
 
     def local(self, t: Tensor) -> Tensor:
         """Rows of a per-token tensor t [B, L, …] that belong to this rank's stream: [n, …], zeros at the end, or t."""
-        if not self.sequence:
-            return t
-        flat, (start, stop) = t.flatten(0, 1), self.own(t.shape[0] * t.shape[1])
-        return _padded(flat[start:stop], -(-flat.shape[0] // self.size))
+        return self.part(t) if self.sequence else t
+
+    def part(self, t: Tensor) -> Tensor:
+        """Of a per-token tensor t [B, L, …] the tokens that are this rank's alone, cut or whole: [n, …], zeros at the
+        end."""
+        flat = t.flatten(0, 1)
+        if self.size == 1:
+            return flat
+        rows = -(-flat.shape[0] // self.size)
+        return _padded(flat[self.index * rows : (self.index + 1) * rows], rows)
+
+    def slice(self, x: Tensor) -> Tensor:
+        """The stream -> the tokens that are this rank's alone [n, D], zeros at the end; a whole one's gradients are
+        gathered."""
+        if self.size == 1 or self.sequence:
+            return x.flatten(0, -2)
+        out: Tensor = _Slice.apply(x, self)
+        return out
+
+    def join(self, own: Tensor, shape: torch.Size) -> Tensor:
+        """Back: every rank's own tokens [n, D] -> the stream, of this `shape`."""
+        if self.size == 1 or self.sequence:
+            return own.view(shape)
+        out: Tensor = _Join.apply(own, self, shape)
+        return out
+
+    def gather_rows(self, own: Tensor, shape: torch.Size) -> Tensor:
+        """Every rank's own tokens [n, D] of a whole stream -> [..., D] of this `shape`."""
+        assert self.group is not None
+        full = own.new_empty(self.size * own.shape[0], own.shape[1])
+        work = all_gather(full.view(-1), own.contiguous().view(-1), self.group, self.group.ledger.phase)
+        return Pending(work, full, shape[:-1].numel()).wait().view(shape)
 
     def gather(self, x: Tensor, num_tokens: int) -> Pending:
         """Stream -> all tokens. Cut: x [n, D] -> [num_tokens, D] by an all-gather; whole: x itself."""
@@ -151,6 +183,28 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return ctx.stream.gather(dy, ctx.shape[:-1].numel()).wait().view(ctx.shape), None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Stream) -> Tensor:
+        ctx.stream, ctx.shape = stream, x.shape
+        return stream.part(x.reshape(1, -1, x.shape[-1])).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.stream.gather_rows(dy, ctx.shape), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, stream: Stream, shape: torch.Size) -> Tensor:
+        ctx.stream = stream
+        return stream.gather_rows(own, shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.stream.part(dy.reshape(1, -1, dy.shape[-1])), None, None
 
 
 def _padded(rows: Tensor, number: int) -> Tensor:

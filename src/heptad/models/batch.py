@@ -32,7 +32,9 @@ class Batch:
     int64 is then `index` of every place of `context`, ring rank after ring rank (-1: padding), as dropout of keys that
     other ranks hold needs it.
 
-    real: bool [B, L], False where the loader filled a row up (None: nowhere): such a place is sent to no expert.
+    real: bool [B, L], False where the loader, or the context axis, filled a row up (None: nowhere): such a place is
+    sent to no expert. lengths: of a batch that is a part, how many tokens of the whole rows are real [B] int64.
+    further: of a part, for each depth of multi-token prediction the tokens it joins [B, L] and the batch it predicts.
     """
 
     ids: Tensor
@@ -45,6 +47,8 @@ class Batch:
     context: Placement | None = None
     numbers: Tensor | None = None
     real: Tensor | None = None
+    lengths: Tensor | None = None
+    further: tuple[tuple[Tensor, Batch], ...] = ()
     _mask: Tensor | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,13 +71,23 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        names = ("ids", "labels", "positions", "documents", "index", "numbers", "real")
+        names = ("ids", "labels", "positions", "documents", "index", "numbers", "real", "lengths")
         moved = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
-        return replace(self, **moved)
+        further = tuple((ids.to(device), batch.to(device)) for ids, batch in self.further)
+        return replace(self, **moved, further=further)
 
-    def aimed(self, labels: Tensor, real: Tensor) -> Batch:
+    def num_real(self) -> Tensor:
+        """Tokens of each whole row that are real: [B] int64."""
+        if self.lengths is not None:
+            return self.lengths
+        if self.real is not None:
+            return self.real.sum(1)
+        rows, length = self.ids.shape
+        return torch.full((rows,), length, dtype=torch.int64, device=self.ids.device)
+
+    def aimed(self, labels: Tensor, real: Tensor | None, lengths: Tensor | None = None) -> Batch:
         """The same tokens with other targets, places that count and the mask there is."""
-        other = replace(self, labels=labels, real=real)
+        other = replace(self, labels=labels, real=real, lengths=lengths, further=())
         object.__setattr__(other, "_mask", self.mask)
         return other
 

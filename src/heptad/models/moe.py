@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from heptad.config.schema import ModelSection
 from heptad.mesh.host import host_counts
+from heptad.mesh.regions import SINGLE, Stream
 from heptad.models.attention import norm_of
 from heptad.models.batch import Batch
 from heptad.models.experts import Experts
@@ -35,8 +36,11 @@ experts' outputs [N, D], in the tokens' dtype, and what `meanwhile` gave."""
 class MoE(nn.Module):
     """The stream [B, L, D] -> the stream, its norm included, the residual not.
 
-    shared: an MLP without a norm that every token passes, or None.
+    shared: an MLP without a norm that every token passes, or None. Each tensor rank routes tokens of its own: a cut
+    stream's, or a slice of a whole one (`Stream.slice`).
     """
+
+    stream: Stream = SINGLE
 
     def __init__(self, section: ModelSection, shared: nn.Module | None, seed: int, name: str) -> None:
         super().__init__()
@@ -57,15 +61,15 @@ class MoE(nn.Module):
             setattr(self.shared, "reruns", value)  # noqa: B010
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """[B, L, D] -> [B, L, D]."""
+        """[B, L, D], or this rank's [n, D] of it, to the same."""
         y = self.norm(x)
-        tokens = y.flatten(0, -2)  # [N, D]
+        tokens = self.stream.slice(y)  # [N, D]
 
         def meanwhile() -> Tensor | None:
             return None if self.shared is None else self.shared(y, batch)
 
         out, beside = self.dispatch(tokens, self.router(tokens, batch), self.experts, meanwhile)
-        out = out.view_as(x)
+        out = self.stream.join(out, x.shape)
         return out if beside is None else out + beside
 
 

@@ -12,17 +12,16 @@ over the global batch's sequences: a product of two means over the batch could n
 of a pipeline. Their gradient enters at the weights, whatever the gradient of the main loss is; the loss that a step
 reports is the main one alone. Capacity counts within a sequence too: of the choices of an expert the first
 ⌈capacity_factor · K · tokens / E⌉ are kept, by position. What fills a row up is neither routed nor counted. So nothing
-here depends on micro-batches or on what else is in them.
+here depends on micro-batches or on what else is in them, or on which ranks hold a sequence (`sequences.py`).
 
-Logits and scores are computed in at least fp32. Legend: N = B·L tokens, B sequences, L tokens each, E experts, K
-experts a token, D width. Sources: Switch, arXiv 2101.03961; GShard, arXiv 2006.16668; ST-MoE (z-loss), arXiv
-2202.08906; DeepSeek-V3, arXiv 2412.19437, §2.1.2. Read next: `moe.py`, `experts.py`.
+Logits and scores are computed in at least fp32. Legend: N tokens of this rank (one device: B·L), B sequences, L tokens
+each, E experts, K experts a token, D width. Sources: Switch, arXiv 2101.03961; GShard, arXiv 2006.16668; ST-MoE
+(z-loss), arXiv 2202.08906; DeepSeek-V3, arXiv 2412.19437, §2.1.2. Read next: `sequences.py`, `moe.py`, `experts.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from heptad.config.schema import ModelSection
 from heptad.models.batch import Batch
 from heptad.models.dropout import noise
 from heptad.models.layers import link_of, trainable
+from heptad.models.sequences import Own, Sequences
 from heptad.models.taps import Dys, GradSink, Tape
 
 TINY = 1e-20
@@ -94,22 +94,26 @@ class _Gate(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Chooses for tokens [N, D] of a batch. What it is set by from outside:
+    """Chooses for tokens [N, D] of a batch, those of it that are this rank's own. What it is set by from outside:
 
     bias: [E] in at least fp32, of the choice ("deepseek" with an update speed); state, not a parameter (`place`).
     num_sequences: of the global batch that is one update; None: those of the batch at hand.
-    loads: where set and in training, micro-batch -> how many tokens chose each expert [E], dropped ones too. Running a
-    forward again (recompute) writes the same again. summed: a sum over what each rank has of the sequences (a seam).
+    loads: where set and in training, micro-batch -> how many own tokens chose each expert [E], dropped ones too.
+    choices: likewise, the experts of each token [N, K] int64, -1 where a choice is not kept. added: likewise, this
+    rank's part of both losses, with their coefficients [2]. Running a forward again (recompute) writes the same again.
+    rows: what it knows of whole sequences (a seam).
     """
 
     bias: Tensor | None = None
     num_sequences: int | None = None
     loads: dict[int, Tensor] | None = None
+    choices: dict[int, Tensor] | None = None
+    added: dict[int, Tensor] | None = None
 
     def __init__(self, section: ModelSection, seed: int, name: str) -> None:
         super().__init__()
         assert section.experts is not None
-        self.choices, self.groups = section.experts_per_token, section.router_groups
+        self.top, self.groups = section.experts_per_token, section.router_groups
         self.group_limit = section.router_group_limit or section.router_groups
         self.sigmoid, self.normalise = section.router == "deepseek", section.normalise_top_k
         self.scale, self.capacity_factor = section.routed_scale, section.capacity_factor
@@ -117,7 +121,7 @@ class Router(nn.Module):
         self.z_loss, self.jitter = section.z_loss, section.jitter
         self.speed = section.bias_update_speed if updates_bias(section) else 0.0
         self.seed, self.name = seed, name
-        self.summed: Callable[[Tensor], Tensor] = lambda own: own
+        self.rows = Sequences()
         self.gate = Gate(section.experts, section.width)
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -127,10 +131,10 @@ class Router(nn.Module):
             self.bias = torch.zeros(self.gate.weight.shape[0], dtype=wide, device=device)
 
     def forward(self, x: Tensor, batch: Batch) -> Routing:
-        """x [N, D], tokens of `batch` -> where they go."""
-        rows = batch.ids.shape
+        """x [N, D], own tokens of `batch` -> where they go."""
+        own = self.rows.own(batch)
         if self.jitter and self.training:
-            x = x * noise(self.jitter, self.seed, f"{self.name}.jitter", batch.index.flatten(), batch.step, x)
+            x = x * noise(self.jitter, self.seed, f"{self.name}.jitter", own.index, batch.step, x)
         logits = self.gate(x)  # [N, E]
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         with torch.no_grad():
@@ -139,72 +143,72 @@ class Router(nn.Module):
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + (TINY if self.sigmoid else 0.0))
         weights = weights * self.scale
-        real = torch.ones_like(batch.ids, dtype=torch.bool) if batch.real is None else batch.real
-        if self.training and torch.is_grad_enabled() and (self.balance or self.z_loss):
-            weights = _Attached.apply(weights, self.losses(logits, scores, chosen, real))
+        if self.training and (self.balance or self.z_loss):
+            losses = self.losses(logits, scores, chosen, own, batch)
+            if self.added is not None:
+                self.added[id(batch.ids)] = losses.detach()
+            weights = _Attached.apply(weights, losses)
         with torch.no_grad():
-            kept = self._kept(chosen.view(*rows, -1), real, batch)
-        return Routing(weights, chosen, None if kept is None else kept.flatten(0, 1))
+            kept = self._kept(chosen, own, batch)
+            if self.choices is not None and self.training:
+                self.choices[id(batch.ids)] = chosen if kept is None else chosen.masked_fill(~kept, -1)
+        return Routing(weights, chosen, kept)
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores [N, E] -> the experts of each token [N, K]."""
         if not self.sigmoid:
-            return scores.topk(self.choices).indices
+            return scores.topk(self.top).indices
         ranked = scores if self.bias is None else scores + self.bias
         if self.group_limit < self.groups:
             grouped = ranked.unflatten(-1, (self.groups, -1))  # [N, groups, E / groups]
             best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1).topk(self.group_limit).indices
             allowed = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
             ranked = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(1)
-        return ranked.topk(self.choices).indices
+        return ranked.topk(self.top).indices
 
-    def losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
-        """Both losses, with their coefficients, of all sequences of the batch, 0-d: a part of the global average."""
-        counted = real.unsqueeze(-1)  # [B, L, 1]
-        number, experts = self.summed(real.sum(1)).clamp(min=1), scores.shape[-1]
-        total = logits.new_zeros(())
+    def losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, own: Own, batch: Batch) -> Tensor:
+        """Both losses, with their coefficients [2], of own tokens: a part of the global average."""
+        member, number = own.member(scores.dtype), batch.num_real().clamp(min=1)  # [B, N], [B]
+        balance = squares = logits.new_zeros(())
         if self.balance:
+            experts = scores.shape[-1]
             if self.sigmoid:
                 scores = scores / (scores.sum(-1, keepdim=True) + TINY)
-                chosen = scores.detach().topk(self.choices).indices
-            picked = hits(chosen.view(*real.shape, -1), experts) & counted
-            load = self.summed(picked.sum(1)).to(scores.dtype)  # [B, E]
-            load = load * (experts / self.choices) / number.unsqueeze(1)  # 1 where even
-            mean = torch.where(counted, scores.view(*real.shape, -1), 0.0).sum(1) / number.unsqueeze(1)  # own tokens'
-            total = total + self.balance * (load * mean).sum()
+                chosen = scores.detach().topk(self.top).indices
+            load = self.rows.summed((member @ hits(chosen, experts).to(member.dtype)).to(torch.int32))  # [B, E]
+            load = load.to(scores.dtype) * (experts / self.top) / number.unsqueeze(1)  # 1 where even
+            balance = self.balance * (load * (member @ scores) / number.unsqueeze(1)).sum()
         if self.z_loss:
-            squares = logits.logsumexp(-1).square().view(real.shape)
-            total = total + self.z_loss * (torch.where(real, squares, 0.0).sum(1) / number).sum()
-        return total / (real.shape[0] if self.num_sequences is None else self.num_sequences)
+            squares = self.z_loss * (member @ logits.logsumexp(-1).square() / number).sum()
+        return torch.stack([balance, squares]) / (own.rows if self.num_sequences is None else self.num_sequences)
 
-    def _kept(self, chosen: Tensor, real: Tensor, batch: Batch) -> Tensor | None:
-        """chosen [B, L, K] -> bool [B, L, K], and the load written down."""
-        counts = self.loads is not None and self.training
-        if self.capacity_factor is None and not counts:
-            return None if batch.real is None else real.unsqueeze(-1).expand_as(chosen)
-        experts = self.gate.weight.shape[0]
-        picked = hits(chosen, experts) & real.unsqueeze(-1)  # [B, L, E]
+    def _kept(self, chosen: Tensor, own: Own, batch: Batch) -> Tensor | None:
+        """chosen [N, K] -> bool [N, K], None: all are; and the load written down."""
+        experts, real = self.gate.weight.shape[0], None if own.real is None else own.real.unsqueeze(-1)
         if self.loads is not None and self.training:
-            self.loads[id(batch.ids)] = picked.sum((0, 1))
+            picked = hits(chosen, experts)  # [N, E]
+            self.loads[id(batch.ids)] = (picked if real is None else picked & real).sum(0)
         if self.capacity_factor is None:
-            return None if batch.real is None else real.unsqueeze(-1).expand_as(chosen)
-        share = real.sum(1).double() * (self.capacity_factor * self.choices / experts)
+            return None if real is None else real.expand_as(chosen)
+        places = self.rows.whole(chosen if real is None else chosen.masked_fill(~real, -1), batch)  # [B, L, K]
+        picked = hits(places + 1, experts + 1)  # in the first column what is not real
+        share = batch.num_real().double() * (self.capacity_factor * self.top / experts)
         capacity = (share * (1 - 1e-12)).ceil().to(torch.int64)  # a product that is whole but for rounding is whole
-        place = picked.to(torch.int32).cumsum(1).gather(-1, chosen)  # from 1
-        return real.unsqueeze(-1) & (place <= capacity.view(-1, 1, 1))
+        place = picked.to(torch.int32).cumsum(1).gather(-1, places + 1)  # from 1
+        return self.rows.part((places >= 0) & (place <= capacity.view(-1, 1, 1)), batch)
 
 
 class _Attached(torch.autograd.Function):
-    """weights, to whose gradient that of `loss` is added, scaled by nothing."""
+    """weights, to whose gradient that of the sum of `losses` is added, scaled by nothing."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
-        ctx.dtype, ctx.device = loss.dtype, loss.device
+    def forward(ctx: Any, weights: Tensor, losses: Tensor) -> Tensor:
+        ctx.dtype, ctx.device = losses.dtype, losses.device
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return dy, torch.ones((), dtype=ctx.dtype, device=ctx.device)
+        return dy, torch.ones(2, dtype=ctx.dtype, device=ctx.device)
 
 
 def hits(chosen: Tensor, experts: int) -> Tensor:
