@@ -2,8 +2,8 @@
 
 Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; the pipeline
 (which units are here); the tensor axis (what of each parameter is here, where the stream is cut); the context axis
-(which core attention has, on the heads that are left); then the data axis, since it owns the storage of every parameter
-as the other axes have cut it; recompute last, which wraps what there is.
+(which core attention has, on the heads that are left); the expert axis (how tokens get to experts); then the data axis,
+since it owns the storage of every parameter as the other axes have cut it; recompute last, which wraps what there is.
 Read next: `program.py` (what a rank does, as data), `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
 """
 
@@ -19,6 +19,7 @@ from heptad.axes.context.kernels import block_kernels
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.shard import Holders
 from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
+from heptad.axes.expert.apply import cut_experts
 from heptad.axes.pipeline.transport import Transport
 from heptad.axes.program import recomputed, stages_of, step_program
 from heptad.axes.tensor.apply import cut_model
@@ -98,6 +99,18 @@ def _context(job: Job, mesh: Mesh, model: Model, policy: Policy) -> None:
     cut_attention(model, ring, ulysses, section.context == "gather", job.model, kernels)
 
 
+def _experts(job: Job, mesh: Mesh, model: Model) -> None:
+    """The expert axis: the dispatch of every mixture, in one level or two, with communication of its own."""
+    if job.model.experts is None:
+        return
+    inner = job.layout.ep_inner
+    across, etp = mesh.strided("ep", inner), mesh.neighbours("etp", job.layout.etp)
+    if inner == 1:
+        cut_experts(model, across, etp)
+    else:
+        cut_experts(model, mesh.neighbours("ep", inner), etp, across)
+
+
 def _transport(job: Job, mesh: Mesh, engine: DataEngine, stages: Stages, dtype: torch.dtype) -> Transport:
     layout, width = job.layout, job.model.width
 
@@ -121,6 +134,7 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
 
         compile_model(model.module, job.model.activation)
     stages = stages_of(job, model.unit_specs)
+    _experts(job, mesh, model)
     transport = None
     if job.layout.engine == "fsdp2":
         from heptad.axes.data.fsdp2 import Fsdp2Engine  # a second of imports that only this engine needs

@@ -121,6 +121,12 @@ def combine(rows: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     return out
 
 
+def totalled(rows: Tensor, slots: Tensor, num_tokens: int, choices: int) -> Tensor:
+    """rows [M, D] of slots n·K + k -> their sums in the order of k, in at least fp32 first: [N, D]."""
+    out: Tensor = _Totalled.apply(rows, slots, num_tokens, choices)
+    return out
+
+
 class _Spread(torch.autograd.Function):
     """tokens [N, D] -> a row for each slot [M, D]; backward sums a token's rows in the order of its choices."""
 
@@ -134,6 +140,21 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return _unsorted(dy, slots, ctx.num_tokens, ctx.choices).sum(1), None, None
+
+
+class _Totalled(torch.autograd.Function):
+    """The transpose of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_tokens: int, choices: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.choices = choices
+        return _unsorted(rows, slots, num_tokens, choices).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return dy[slots // ctx.choices], None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -158,4 +179,4 @@ def _unsorted(rows: Tensor, slots: Tensor, num_tokens: int, choices: int) -> Ten
     """rows [M, D] at their slots, zeros elsewhere: [N, K, D]."""
     full = rows.new_zeros(num_tokens * choices, rows.shape[-1])
     full[slots] = rows
-    return full.view(num_tokens, choices, -1)
+    return full.view(num_tokens, choices, rows.shape[-1])
