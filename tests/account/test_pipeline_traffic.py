@@ -10,7 +10,6 @@ from tests.tiny import tiny_job
 from heptad.account.traffic import buckets_of, step_traffic
 from heptad.axes.data import cost
 from heptad.axes.data.buckets import unit_uses
-from heptad.axes.data.stages import replica_axes, shard_axes
 from heptad.axes.pipeline.cost import unit_runs
 from heptad.axes.program import microbatches_of, recomputed, stages_of, step_program
 from heptad.config.schema import Job
@@ -79,7 +78,7 @@ def test_walking_the_program_gives_what_the_formula_says(options: dict[str, Any]
     buckets, _ = buckets_of(job, units, specs)
     uses, again = unit_uses(units, buckets), recomputed(job, units)
     zero, number = job.layout.zero, microbatches_of(job)
-    shards, replicas = (cost.axis_sizes(layout, axes(zero)) for axes in (shard_axes, replica_axes))
-    formula = cost.traffic(buckets, uses, zero, shards, replicas, number, 8, 8, again)
+    ranks = cost.families(layout, zero)
+    formula = cost.traffic(buckets, uses, zero, ranks, number, 8, 8, again)
     program = step_program(job, uses, number, again)
-    assert total(cost.program_traffic(buckets, program, zero, shards, replicas, 8, 8)) == total(formula)
+    assert total(cost.program_traffic(buckets, program, zero, ranks, 8, 8)) == total(formula)

@@ -41,10 +41,10 @@ def cut(whole: dict[str, Tensor], group: Group | None = None, grad_dtype: torch.
         slots.append(Slot(spec, offset))
         offset += spec.numel
     size, index = (1, 0) if group is None else (group.size, group.index)
-    bucket = BucketSpec(0, tuple(slots), -(-offset // size) * size, True)
+    bucket = BucketSpec(0, tuple(slots), -(-offset // size) * size, True, num_shards=size)
     shards = []
     for slot in slots:
-        ranges = ranges_of(bucket, slot, size)
+        ranges = ranges_of(bucket, slot)
         start, stop = ranges[index]
         master = whole[slot.spec.name].reshape(-1)[start:stop].clone()
         grad = torch.zeros_like(master, dtype=grad_dtype or master.dtype)

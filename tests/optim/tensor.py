@@ -46,7 +46,7 @@ def held_ranges(dp: int, tp: int) -> dict[str, list[tuple[Cut, int, int]]]:
     for data in range(dp):
         for held, bucket in zip(by_rank, buckets, strict=True):
             for slot in bucket.slots:
-                found[slot.spec.name].append(_range(held[slot.spec.name], ranges_of(bucket, slot, dp)[data], slot))
+                found[slot.spec.name].append(_range(held[slot.spec.name], ranges_of(bucket, slot)[data], slot))
     return found
 
 

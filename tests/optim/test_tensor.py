@@ -152,5 +152,5 @@ def test_predicted_ranges_are_what_ranks_own(dp: int, tp: int) -> None:
     by_rank = cuts(specs(), SECTION, tp, False)
     bucket = _bucket(0, [cut.local for cut in by_rank[0].values()], dp, True)
     for slot in bucket.slots:
-        found = tiles_of(ranges_of(bucket, slot, dp), [held[slot.spec.name] for held in by_rank])
+        found = tiles_of(ranges_of(bucket, slot), [held[slot.spec.name] for held in by_rank])
         assert list(found) == [(a, b if cut.owner else a) for cut, a, b in held_ranges(dp, tp)[slot.spec.name]]

@@ -16,7 +16,9 @@ from heptad.verify.stages import shrink_microbatches
 
 
 def buckets_of(job: Job, reduce_bytes: int) -> int:
-    return len(plan_buckets(unit_specs(job.model), param_specs(job.model), 1, job.layout.bucket_mb, reduce_bytes))
+    return len(
+        plan_buckets(unit_specs(job.model), param_specs(job.model), {"dense": 1}, job.layout.bucket_mb, reduce_bytes)
+    )
 
 
 @pytest.mark.parametrize("preset", ["debug", "default", "llama3-405b", "gpt2-small", "qwen3-8b", "debug-tiny"])

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from heptad.axes.context import cost as context
 from heptad.axes.data import cost
 from heptad.axes.data.buckets import BucketSpec, part_width, plan_buckets, ranges_of, tiles_of, unit_uses
-from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, reductions, replica_axes, shard_axes
+from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, reductions, shard_counts
 from heptad.axes.pipeline import cost as pipeline
 from heptad.axes.program import microbatches_of, stages_of
 from heptad.axes.tensor import cost as tensor
@@ -38,8 +38,7 @@ from heptad.config.experts import updates_bias
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
 from heptad.models.chunk import chunk_tokens
-from heptad.models.cut import Cut
-from heptad.models.cut import cuts as cuts_of
+from heptad.models.cut import Cuts, family_cuts, local_specs
 from heptad.models.share import Share, shares, whole
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.optim.cost import muon_traffic, norm_traffic
@@ -70,16 +69,15 @@ def step_traffic(
     ranks, that have no target (only of an asynchronous pipeline does it matter).
     """
     layout, zero = Layout.of(job.layout), job.layout.zero
-    shards = cost.axis_sizes(layout, shard_axes(zero))
+    ranks = cost.families(layout, zero)
     dtypes = dtypes_of(job.precision, device_type)
     reduce_bytes = BYTES_PER_ELEMENT[dtypes.reduce]
     microbatches = microbatches_of(job)
     if job.layout.engine == "fsdp2":
         holders = cost.axis_sizes(layout, holder_axes(zero))
         found = once_a_step(layout) + (norm_traffic(*holders) if holders[1] > 1 else []) + _loads(job)
-        replicas = cost.axis_sizes(layout, replica_axes(zero))
-        sizes = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
-        return found + cost.fsdp2_traffic(units, specs, shards, replicas, microbatches, *sizes)
+        sizes, dense = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes), ranks["dense"]
+        return found + cost.fsdp2_traffic(units, specs, dense.shards, dense.replicas, microbatches, *sizes)
     stages = stages_of(job, units)
     held = _Held.of(job, units, specs, stages, place, device_type)
     updates = stages.schedule.num_microbatches if stages is not None and stages.schedule.asynchronous else 1
@@ -89,30 +87,29 @@ def step_traffic(
     found += tensor.traffic(units, specs, stream, runs, recompute)
     if layout.degree("cp") > 1:
         found += context.traffic(units, specs, context.Sizes.of(job, dtypes), runs, recompute)
-    found += updates * cost.parts_traffic(held.buckets, held.cuts[0], shards[1], layout.degree("tp"), reduce_bytes)
-    replicas = cost.axis_sizes(layout, replica_axes(zero))
+    found += updates * cost.parts_traffic(held.buckets, held.cuts["dense"][0], layout.degree("tp"), reduce_bytes)
     widths = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
     uses = unit_uses(units, held.buckets, specs, held.share)
     if stages is None:
         reduce = reductions(job.layout)
-        found += cost.traffic(held.buckets, uses, zero, shards, replicas, microbatches, *widths, recompute, reduce)
+        found += cost.traffic(held.buckets, uses, zero, ranks, microbatches, *widths, recompute, reduce)
     else:
         program = lower(expand(stages, place, uses, recompute), uses, data_rule(job.layout), recompute=recompute)
-        found += cost.program_traffic(held.buckets, program, zero, shards, replicas, *widths)
+        found += cost.program_traffic(held.buckets, program, zero, ranks, *widths)
         sent = stream.stream_bytes // (stream.tp if stream.sequence else 1)
         found += pipeline.messages(stages, place, units, specs, sent)
-        copies = {ranks: part_width(held.buckets, held.share.shared(ranks), shards[1]) for ranks in held.share.groups()}
+        copies = {places: part_width(held.buckets, held.share.shared(places)) for places in held.share.groups()}
         found += pipeline.copies_traffic(held.share, copies, reduce_bytes)
-    return found + (updates - without_target) * held.muon(shards[1], BYTES_PER_ELEMENT[dtypes.master])
+    return found + (updates - without_target) * held.muon(BYTES_PER_ELEMENT[dtypes.master])
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a rank holds: its buckets in local shapes, each tensor rank's part of every parameter, its stages' share."""
+    """What a rank holds: its buckets in local shapes, each rank's part of every parameter, its stages' share."""
 
     job: Job
     buckets: tuple[BucketSpec, ...]
-    cuts: tuple[dict[str, Cut], ...]
+    cuts: Cuts
     share: Share
 
     @classmethod
@@ -125,40 +122,42 @@ class _Held:
         place: int,
         device_type: str,
     ) -> _Held:
-        layout = Layout.of(job.layout)
-        held = cuts_of(specs, job.model, layout.degree("tp"), job.layout.sequence_parallel)
+        held = family_cuts(specs, job.model, job.layout)
         share = whole(units, specs) if stages is None else shares(stages.held_by_all(), units, specs)[place]
-        local = [held[0][spec.name].local for spec in share.specs]
-        num_shards = layout.degree(*shard_axes(job.layout.zero))
+        counts = shard_counts(Layout.of(job.layout), job.layout.zero)
         reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, device_type).reduce]
-        return cls(job, plan_buckets(units, local, num_shards, job.layout.bucket_mb, reduce_bytes, share), held, share)
-
-    @property
-    def _holders(self) -> tuple[str, int]:
-        return cost.axis_sizes(Layout.of(self.job.layout), holder_axes(self.job.layout.zero))
+        local = local_specs(held, share.specs)
+        return cls(job, plan_buckets(units, local, counts, job.layout.bucket_mb, reduce_bytes, share), held, share)
 
     def norm(self, updates: int) -> list[Transfer]:
         """Over the ranks between which this rank's parameters are cut, if it trains any, each update; then over the
-        pipeline."""
-        trains, pp = any(bucket.trainable for bucket in self.buckets), self.job.layout.pp
-        found = updates * norm_traffic(*self._holders) if trains and self._holders[1] > 1 else []
-        return found + (norm_traffic("pp", pp) if pp > 1 else [])
+        pipeline. Families that the same ranks hold share a sum, under the axis whose name comes first."""
+        layout, pp = Layout.of(self.job.layout), self.job.layout.pp
+        sums: dict[frozenset[int], tuple[str, int]] = {}
+        for family in {bucket.family for bucket in self.buckets if bucket.trainable}:
+            axes = holder_axes(self.job.layout.zero, family)
+            named = cost.axis_sizes(layout, axes)
+            ranks = frozenset(layout.group_of(0, axes))  # where two axes have one group in common, they have all
+            sums[ranks] = min(sums.get(ranks, named), named)
+        found = [item for named in sums.values() if named[1] > 1 for item in norm_traffic(*named)]
+        return updates * found + (norm_traffic("pp", pp) if pp > 1 else [])
 
-    def muon(self, num_shards: int, master_bytes: int) -> list[Transfer]:
-        """Matrices that are assembled for their update."""
+    def muon(self, master_bytes: int) -> list[Transfer]:
+        """Matrices that are assembled for their update: none is an expert's (`optim/roles.py`)."""
         tiles = [
-            tiles_of(ranges_of(bucket, slot, num_shards), [cuts[slot.spec.name] for cuts in self.cuts])
+            tiles_of(ranges_of(bucket, slot), [cuts[slot.spec.name] for cuts in self.cuts["dense"]])
             for bucket in self.buckets
             for slot in bucket.slots
             if slot.spec.trainable and kind_of(self.job.optimizer, slot.spec) == "muon"
         ]
-        return muon_traffic(tiles, self._holders[0], master_bytes)
+        axis, _ = cost.axis_sizes(Layout.of(self.job.layout), holder_axes(self.job.layout.zero))
+        return muon_traffic(tiles, axis, master_bytes)
 
 
 def buckets_of(
     job: Job, units: Sequence[UnitSpec], specs: Sequence[ParamSpec], device_type: str = "cpu", place: int = 0
-) -> tuple[tuple[BucketSpec, ...], tuple[dict[str, Cut], ...]]:
-    """The buckets of every rank at `place` along the pipeline, in local shapes, and what each tensor rank holds of each
+) -> tuple[tuple[BucketSpec, ...], Cuts]:
+    """The buckets of every rank at `place` along the pipeline, in local shapes, and what each rank holds of each
     parameter."""
     held = _Held.of(job, units, specs, stages_of(job, units), place, device_type)
     return held.buckets, held.cuts

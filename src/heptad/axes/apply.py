@@ -1,14 +1,16 @@
 """The one place where axes meet: from a job to what one rank runs.
 
-Order, and why: groups first (collective, so every rank makes them alike); the model on the meta device; the pipeline
-(which units are here); the tensor axis (what of each parameter is here, where the stream is cut); the context axis
-(which core attention has, on the heads that are left); the expert axis (how tokens get to experts); then the data axis,
-since it owns the storage of every parameter as the other axes have cut it; recompute last, which wraps what there is.
+Order, and why: the model on the meta device; groups (collective, so every rank makes them alike); the pipeline (which
+units are here); the expert axis (how tokens get to experts); the tensor axis (where the stream is cut) and what of each
+parameter is here, dense or an expert's; the context axis (which core attention has, on the heads that are left); then
+the data axis, since it owns the storage of every parameter as the other axes have cut it; recompute last, which wraps
+what there is.
 Read next: `program.py` (what a rank does, as data), `axes/data/engine.py`, `schedule/executor.py`, `train/step.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ import torch
 from heptad.axes.context.apply import cut_attention
 from heptad.axes.context.kernels import block_kernels
 from heptad.axes.data.engine import DataEngine
-from heptad.axes.data.shard import Holders
+from heptad.axes.data.shard import Holders, Owners
 from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
 from heptad.axes.expert.apply import cut_experts
 from heptad.axes.pipeline.transport import Transport
@@ -31,7 +33,7 @@ from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.models.batch import Batch
 from heptad.models.build import Model, build
-from heptad.models.cut import Summed, cuts
+from heptad.models.cut import Cut, Family, Summed, family_cuts, family_of
 from heptad.models.share import shares
 from heptad.precision.policy import Policy
 from heptad.recompute.offload import Mover
@@ -65,27 +67,41 @@ class Parallel:
         return step_program(self.job, self.engine.uses, microbatches, self.recompute, train, self.stages, place)
 
 
-def wanted_groups(zero: int) -> list[tuple[str, ...]]:
+def wanted_groups(zero: int, families: Sequence[Family] = ("dense",)) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
-    return [LOSS_AXES, shard_axes(zero), replica_axes(zero), holder_axes(zero), ("cp",), ("tp",), ("pp",)]
+    of_family = [axes(zero, family) for family in families for axes in (shard_axes, replica_axes, holder_axes)]
+    return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",)]
 
 
-def _holders(job: Job, mesh: Mesh, model: Model, stages: Stages | None) -> Holders:
-    """The tensor axis: seams of the model set, and who holds what of each parameter, along the pipeline too."""
+def families_of(model: Model) -> tuple[Family, ...]:
+    """Dense parameters, and experts where there are some."""
+    return ("dense", "expert") if any(family_of(spec) == "expert" for spec in model.specs) else ("dense",)
+
+
+def _owners(job: Job, mesh: Mesh, model: Model, stages: Stages | None) -> Owners:
+    """Tensor axis and expert axes: seams of the model set, who holds what of each parameter, along the pipeline too."""
     section, group = job.layout, mesh.group("tp")
-    held = cuts(model.specs, job.model, group.size, section.sequence_parallel)
-    cut_model(model, group, section.sequence_parallel, section.keep_gathered, held[group.index])
+    held = family_cuts(model.specs, job.model, section)
+    places = {**mesh.layout.coords(mesh.rank), **mesh.layout.expert_coords(mesh.rank)}
+    at: dict[Family, int] = {"dense": places["tp"], "expert": places["ep"] * section.etp + places["etp"]}
+    found = {family: _holders(section.zero, mesh, family, held[family], at[family]) for family in families_of(model)}
+    cut_model(model, group, section.sequence_parallel, section.keep_gathered, held["dense"][group.index])
     sums: dict[Summed, Group] = {"tensor": group}
-    copies = max((cut.copies for cut in held[0].values() if cut.summed == "copies"), default=1)
+    copies = max((cut.copies for cut in held["dense"][0].values() if cut.summed == "copies"), default=1)
     if copies > 1:
         sums["copies"] = mesh.neighbours("tp", copies)
     every = range(len(model.units))
     along = shares([every] if stages is None else stages.held_by_all(), model.unit_specs, model.specs)
     ranks = sorted({ranks for share in along for ranks in share.groups()})
-    groups = {places: mesh.places("pp", places) for places in ranks}  # collective: all of them, on every rank
+    groups = {among: mesh.places("pp", among) for among in ranks}  # collective: all of them, on every rank
     own = along[mesh.layout.coords(mesh.rank)["pp"]]
-    shared = {places: found for places, found in groups.items() if found is not None and places in own.groups()}
-    return Holders(mesh.group(*holder_axes(section.zero)), held, group.index, sums, own, shared)
+    shared = {among: made for among, made in groups.items() if made is not None and among in own.groups()}
+    return Owners(found, sums, own, shared)
+
+
+def _holders(zero: int, mesh: Mesh, family: Family, cuts: Sequence[dict[str, Cut]], index: int) -> Holders:
+    shards, replicas, group = (mesh.group(*axes(zero, family)) for axes in (shard_axes, replica_axes, holder_axes))
+    return Holders(shards, replicas, group, cuts, index)
 
 
 def _context(job: Job, mesh: Mesh, model: Model, policy: Policy) -> None:
@@ -126,9 +142,9 @@ def _transport(job: Job, mesh: Mesh, engine: DataEngine, stages: Stages, dtype: 
 def apply(job: Job, rank: int, device: torch.device, model: Model | None = None) -> Parallel:
     """Build rank `rank` of a resolved job. Collective over all ranks; `model` (on meta) instead of the job's own."""
     layout, zero = Layout.of(job.layout), job.layout.zero
-    mesh = Mesh(layout, rank, wanted_groups(zero), device)
-    policy = Policy.of(job.precision, device.type)
     model = build(job) if model is None else model
+    mesh = Mesh(layout, rank, wanted_groups(zero, families_of(model)), device)
+    policy = Policy.of(job.precision, device.type)
     if job.train.compile:
         from heptad.models.compiled import compile_model  # torch's compiler takes seconds to load
 
@@ -141,11 +157,10 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
 
         engine: DataEngine | Fsdp2Engine = Fsdp2Engine(model, mesh, policy, job.train.seed)
     else:
-        shards, replicas = mesh.group(*shard_axes(zero)), mesh.group(*replica_axes(zero))
-        holders = _holders(job, mesh, model, stages)
+        owners = _owners(job, mesh, model, stages)
         _context(job, mesh, model, policy)
         seed, bucket_mb = job.train.seed, job.layout.bucket_mb
-        engine = DataEngine(model, zero, shards, replicas, holders, policy, device, bucket_mb, seed)
+        engine = DataEngine(model, zero, owners, policy, device, bucket_mb, seed)
         if stages is not None:
             transport = _transport(job, mesh, engine, stages, policy.params)
     model.place(device, policy.master)

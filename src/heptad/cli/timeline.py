@@ -103,25 +103,25 @@ def _job(job: str | None, actions: bool, sets: Sets, json: bool) -> None:
 def _planned(job: Job) -> tuple[list[str], Stages | None, list[Program]]:
     """Names of the units, the stages, and the checked program of each rank of the pipeline, without a process group."""
     from heptad.axes.data.buckets import plan_buckets, unit_uses
-    from heptad.axes.data.stages import shard_axes
+    from heptad.axes.data.stages import shard_counts
     from heptad.axes.program import microbatches_of, recomputed, stages_of, step_program
     from heptad.mesh.layout import Layout
     from heptad.models.build import build
-    from heptad.models.cut import cuts
+    from heptad.models.cut import family_cuts, local_specs
     from heptad.models.share import shares
     from heptad.precision.dtypes import dtypes_of
     from heptad.units import BYTES_PER_ELEMENT
 
     model, layout = build(job), job.layout
     units, stages = model.unit_specs, stages_of(job, model.unit_specs)
-    held = cuts(model.specs, job.model, layout.tp, layout.sequence_parallel)[0]
-    num_shards = Layout.of(layout).degree(*shard_axes(layout.zero))
+    held = family_cuts(model.specs, job.model, layout)
+    counts = shard_counts(Layout.of(layout), layout.zero)
     reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, "cpu").reduce]
     recompute, programs = recomputed(job, units, stages), []
     every = [range(len(units))] if stages is None else stages.held_by_all()
     for place, share in enumerate(shares(every, units, model.specs)):
-        local = [held[spec.name].local for spec in share.specs]
-        buckets = plan_buckets(units, local, num_shards, layout.bucket_mb, reduce_bytes, share)
+        local = local_specs(held, share.specs)
+        buckets = plan_buckets(units, local, counts, layout.bucket_mb, reduce_bytes, share)
         uses = unit_uses(units, buckets, model.specs, share)
         programs.append(step_program(job, uses, microbatches_of(job), recompute, True, stages, place))
     return [unit.name for unit in units], stages, programs

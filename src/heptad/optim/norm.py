@@ -1,7 +1,8 @@
 """The gradient norm over every axis, and clipping by it.
 
 Each rank takes the norm of what it holds, sums over the ranks between which a parameter is split (one all-reduce of
-one fp64 number for each distinct group, phase "norm"), and adds the groups. A parameter that is whole on every rank is
+one fp64 number for each distinct set of ranks, phase "norm"), and adds the sets: dense parameters and experts, cut over
+the same ranks in another order, share one. A parameter that is whole on every rank is
 added once and never reduced; what several ranks of a group hold (each tensor rank a norm's weight, two a kv head) is
 added by its owner. So replication never inflates the norm; a tied parameter has one shard. Sums of squares run in the
 gradient's dtype over at most `CHUNK` elements on CPU (whose kernel adds naively: 2e-4 off over 20 M elements in
@@ -65,13 +66,15 @@ def grad_norm(
 def _norm(parts: Sequence[tuple[Tensor, tuple[Group, ...]]], p: float) -> Tensor:
     """Sum (max for inf) over the parts of one set of groups, over the ranks of each group, then over the sets."""
     assert p == 2.0 or p == math.inf, p
-    by_groups: dict[tuple[tuple[int, ...], ...], tuple[tuple[Group, ...], list[Tensor]]] = {}
+    by_ranks: dict[tuple[frozenset[int], ...], dict[tuple[str, ...], tuple[tuple[Group, ...], list[Tensor]]]] = {}
     for tensor, groups in parts:
-        by_groups.setdefault(tuple(group.ranks for group in groups), (groups, []))[1].append(tensor)
-    assert by_groups, "there is no gradient to take the norm of"
+        same = by_ranks.setdefault(tuple(frozenset(group.ranks) for group in groups), {})
+        same.setdefault(tuple(group.axis for group in groups), (groups, []))[1].append(tensor)
+    assert by_ranks, "there is no gradient to take the norm of"
     sums = []
-    for groups, tensors in by_groups.values():
-        local = _local(tensors, p)
+    for same in by_ranks.values():
+        groups, _ = same[min(same)]  # the same one on every rank, whichever tensor it has first
+        local = _local([tensor for _, tensors in same.values() for tensor in tensors], p)
         for group in groups:
             all_reduce(local, group, "norm", "sum" if p == 2.0 else "max").wait()
         sums.append(local)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from heptad.axes.data.stages import replica_axes
 from heptad.mesh.collectives import Group, all_gather, all_reduce
+from heptad.mesh.piece import Piece
+from heptad.models.cut import family_of
 from heptad.schedule.action import format_program
 from heptad.train.step import Trainer
 
@@ -45,13 +47,13 @@ def require_same_replicas(trainer: Trainer) -> None:
     biases behind a sum, kv heads that are fewer than ranks; and what two stages of a pipeline hold.
     """
     layout, device = trainer.mesh.layout, trainer.device
-    replicas, tensor = trainer.mesh.group(*replica_axes(trainer.job.layout.zero)), trainer.mesh.group("tp")
+    tensor = trainer.mesh.group("tp")
     if layout.degree(*replica_axes(trainer.job.layout.zero), "tp", "pp") == 1:
         return
     pieces = trainer.pieces()
     prints = [fingerprint(piece.tensor) for piece in pieces]
+    apart = _copies(trainer, pieces, prints)
     held = [(piece.start, piece.stop, value) for piece, value in zip(pieces, prints, strict=True)]
-    apart = [(at, replicas.ranks[0]) for at in _differ(prints, replicas, device)]
     apart += [(at, tensor.ranks[index]) for at, index in _parted(_gathered(held, tensor, device))]
     pipeline, place = trainer.mesh.group("pp"), layout.coords(trainer.rank)["pp"]
     named = [(digest_of(piece.name), *rest) for piece, rest in zip(pieces, held, strict=True)]
@@ -67,6 +69,18 @@ def require_same_replicas(trainer: Trainer) -> None:
             f"replicas of {name} differ between rank {rank} and others that hold the same part of it: a "
             "copy was changed alone, by other code, by memory, or by a gradient that was not summed over all of them"
         )
+
+
+def _copies(trainer: Trainer, pieces: Sequence[Piece], prints: Sequence[int]) -> list[tuple[int, int]]:
+    """(place in `pieces`, a rank) for each that differs between the ranks that hold copies of its family's shards."""
+    family = {spec.name: family_of(spec) for spec in trainer.parallel.model.specs}
+    kinds = [family.get(piece.name.rpartition("/")[2], "dense") for piece in pieces]
+    found = []
+    for kind in dict.fromkeys(kinds):
+        group = trainer.mesh.group(*replica_axes(trainer.job.layout.zero, kind))
+        own = [at for at, other in enumerate(kinds) if other == kind]
+        found += [(own[at], group.ranks[0]) for at in _differ([prints[at] for at in own], group, trainer.device)]
+    return found
 
 
 def _differ(digests: Sequence[int], group: Group, device: torch.device) -> list[int]:

@@ -124,9 +124,8 @@ def resident_bytes(rank: int, job: Job) -> tuple[int, dict[str, int], list[int]]
         for tensor in (bucket.full, bucket.master, bucket.grad_full, bucket.grad_shard):
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     policy = trainer.parallel.policy
-    shards = layout.degree("dp_shard", "cp") if job.layout.zero else 1
     sizes = (policy.params.itemsize, policy.reduce.itemsize, policy.master.itemsize)
-    return sum(storages.values()), cost.memory([b.spec for b in buckets], job.layout.zero, shards, *sizes), full_bytes
+    return sum(storages.values()), cost.memory([b.spec for b in buckets], job.layout.zero, *sizes), full_bytes
 
 
 @pytest.mark.parametrize("params", ["fp64", "fp32", "bf16"])
@@ -171,9 +170,9 @@ def test_a_stage_three_step_of_phi_parameters_sends_three_phi_less_the_turn() ->
     from heptad.models.spec import param_specs, unit_specs
 
     section = tiny_job().model
-    buckets = plan_buckets(unit_specs(section), param_specs(section), 4, 0.0, 4)
+    buckets = plan_buckets(unit_specs(section), param_specs(section), {"dense": 4}, 0.0, 4)
     uses = unit_uses(unit_specs(section), buckets)
-    sent = total(cost.traffic(buckets, uses, 3, ("dp_shard", 4), ("dp_replicate", 1), 1, 4, 4))
+    sent = total(cost.traffic(buckets, uses, 3, {"dense": cost.Ranks(("dp_shard", 4), ("dp_replicate", 1))}, 1, 4, 4))
     phi = sum(bucket.numel for bucket in buckets)
     first, last = buckets[0].numel, buckets[-1].numel
     assert sent["dp_shard", "all_gather", "forward"] == (5, 3 * phi)

@@ -10,7 +10,7 @@ import torch
 from tests.tiny import GPT, tiny_batches, tiny_job
 
 from heptad.axes.data import cost
-from heptad.axes.data.buckets import plan_buckets, ranges_of, whole_range
+from heptad.axes.data.buckets import plan_buckets, ranges_of
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.mesh.layout import Layout
@@ -70,15 +70,15 @@ def predicted(job: Job, rank: int) -> dict[str, int]:
     num_shards = layout.degree("dp_shard") if job.layout.zero else 1
     sizes = [BYTES_PER_ELEMENT[name] for name in (dtypes.params, dtypes.reduce, dtypes.master)]
     local = [held[spec.name].local for spec in specs]
-    buckets = plan_buckets(unit_specs(job.model), local, num_shards, job.layout.bucket_mb, sizes[1])
+    buckets = plan_buckets(unit_specs(job.model), local, {"dense": num_shards}, job.layout.bucket_mb, sizes[1])
     at = coords["dp_shard"] if num_shards > 1 else 0
     real = []
     for bucket in buckets:
         for slot in bucket.slots:
-            start, stop = whole_range(held[slot.spec.name], *ranges_of(bucket, slot, num_shards)[at])
-            real.append(replace(slot.spec, shape=(stop - start,)))
+            (run,) = held[slot.spec.name].runs
+            real.append(replace(slot.spec, shape=(run.within(*ranges_of(bucket, slot)[at]).numel,)))
     return {
-        "buffers": sum(cost.memory(buckets, job.layout.zero, num_shards, *sizes).values()),
+        "buffers": sum(cost.memory(buckets, job.layout.zero, *sizes).values()),
         "state": state_bytes(job.optimizer, real, sizes[2]),
     }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heptad.axes.data.buckets import BucketSpec, Slot, ranges_of
-from heptad.axes.data.shard import Holders, Shard
+from heptad.axes.data.shard import Owners, Shard
 from heptad.mesh import collectives
 from heptad.mesh.collectives import Group, Work
 from heptad.precision.policy import Policy
@@ -179,17 +179,16 @@ class Bucket:
         if self.spec.trainable and self.place.free_grads:
             self.grad_shard.untyped_storage().resize_(0)
 
-    def shards(self, holders: Holders) -> list[Shard]:
-        """This rank's flat range of every parameter of the bucket."""
-        return [self._shard(slot, holders) for slot in self.spec.slots]
+    def shards(self, owners: Owners) -> list[Shard]:
+        """This rank's flat ranges of every parameter of the bucket."""
+        return [shard for slot in self.spec.slots for shard in self._shards(slot, owners)]
 
-    def _shard(self, slot: Slot, holders: Holders) -> Shard:
-        ranges = ranges_of(self.spec, slot, self.place.shard_group.size)
-        at = self.place.shard_group.index
+    def _shards(self, slot: Slot, owners: Owners) -> list[Shard]:
+        ranges, at = ranges_of(self.spec, slot), self.place.shard_group.index
         start, stop = ranges[at]
         here = slice(slot.offset + start - self.first, slot.offset + stop - self.first) if stop > start else slice(0, 0)
         grad = self.grad_shard[here] if self.spec.trainable else None
-        return holders.shard(slot.spec.name, ranges, at, self.master.data[here], grad)
+        return owners.shards(slot.spec.name, self.spec.family, ranges, at, self.master.data[here], grad)
 
 
 def _allocate(tensor: Tensor) -> None:

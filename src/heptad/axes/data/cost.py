@@ -9,10 +9,12 @@ bytes a parameter), ZeRO §5.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from heptad.axes.data.buckets import BucketSpec, part_width, parts_of
+from heptad.axes.data.stages import replica_axes, shard_axes
 from heptad.mesh.layout import Layout
-from heptad.models.cut import Cut, Summed
+from heptad.models.cut import FAMILIES, Cut, Family, Summed
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.schedule.action import Kind, Program, Segments, UnitUse, backward_order
 from heptad.schedule.lower import phases
@@ -20,20 +22,37 @@ from heptad.trace import Transfer
 from heptad.units import sent_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """(axis, number of ranks) that the buckets of one family are cut over, and copied over."""
+
+    shards: tuple[str, int]
+    replicas: tuple[str, int]
+
+
+Families = Mapping[Family, Ranks]
+
+
+def families(layout: Layout, zero: int) -> Families:
+    """Of both families under stage `zero`."""
+    return {
+        family: Ranks(axis_sizes(layout, shard_axes(zero, family)), axis_sizes(layout, replica_axes(zero, family)))
+        for family in FAMILIES
+    }
+
+
 def traffic(
     buckets: Sequence[BucketSpec],
     uses: Sequence[UnitUse],
     zero: int,
-    shards: tuple[str, int],
-    replicas: tuple[str, int],
+    ranks: Families,
     microbatches: int,
     param_bytes: int,
     reduce_bytes: int,
     recompute: Segments = (),
     reduce: str = "microbatch",
 ) -> list[Transfer]:
-    """One training step of one rank. `shards`, `replicas`: (axis, number of ranks) a bucket is cut over and copied
-    over. reduce: how often stages 2 and 3 reduce a gradient (`stages.reductions`).
+    """One training step of one rank. reduce: how often stages 2 and 3 reduce a gradient (`stages.reductions`).
 
     param_bytes, reduce_bytes: bytes of an element when gathered and when reduced.
     """
@@ -41,6 +60,7 @@ def traffic(
 
     for bucket in buckets:
         params, grads = bucket.numel * param_bytes, bucket.numel * reduce_bytes
+        shards, replicas = ranks[bucket.family].shards, ranks[bucket.family].replicas
         if zero > 0:
             forward, backward = gathers(uses, bucket.index, zero, microbatches, recompute)
             found.append(_repeat("all_gather", shards, "forward", params, forward))
@@ -59,22 +79,24 @@ def program_traffic(
     buckets: Sequence[BucketSpec],
     program: Program,
     zero: int,
-    shards: tuple[str, int],
-    replicas: tuple[str, int],
+    ranks: Families,
     param_bytes: int,
     reduce_bytes: int,
 ) -> list[Transfer]:
     """The same for a rank that runs `program`: its gathers and reductions, one by one."""
     found: list[Transfer] = []
     for action, phase in zip(program, phases(program), strict=True):
+        if action.kind not in (Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE):
+            continue
+        bucket = buckets[action.index]
+        own, grads = ranks[bucket.family], bucket.numel * reduce_bytes
         if action.kind is Kind.GATHER:
-            found.append(_repeat("all_gather", shards, phase, buckets[action.index].numel * param_bytes, 1))
+            found.append(_repeat("all_gather", own.shards, phase, bucket.numel * param_bytes, 1))
         elif action.kind is Kind.REDUCE:
-            op, axis = ("reduce_scatter", shards) if zero > 0 else ("all_reduce", replicas)
-            found.append(_repeat(op, axis, "backward", buckets[action.index].numel * reduce_bytes, 1))
-        elif action.kind is Kind.ALL_REDUCE:
-            grads = buckets[action.index].numel * reduce_bytes // shards[1]
-            found.append(_repeat("all_reduce", replicas, "backward", grads, 1))
+            op, axis = ("reduce_scatter", own.shards) if zero > 0 else ("all_reduce", own.replicas)
+            found.append(_repeat(op, axis, "backward", grads, 1))
+        else:
+            found.append(_repeat("all_reduce", own.replicas, "backward", grads // own.shards[1], 1))
     return [transfer for transfer in found if transfer.count]
 
 
@@ -148,13 +170,11 @@ def _stretches(reads: Iterable[bool]) -> int:
     return count
 
 
-def parts_traffic(
-    buckets: Sequence[BucketSpec], cuts: Mapping[str, Cut], num_shards: int, tp: int, reduce_bytes: int
-) -> list[Transfer]:
-    """Once a step: gradients that are only a part on each tensor rank, one all-reduce a group of ranks."""
+def parts_traffic(buckets: Sequence[BucketSpec], cuts: Mapping[str, Cut], tp: int, reduce_bytes: int) -> list[Transfer]:
+    """Once a step: dense gradients that are only a part on each tensor rank, one all-reduce a group of ranks."""
     copies = max((cut.copies for cut in cuts.values() if cut.summed == "copies"), default=1)
     kinds: tuple[tuple[Summed, int], ...] = (("tensor", tp), ("copies", copies))
-    widths = [(part_width(buckets, parts_of(cuts, kind), num_shards), ranks) for kind, ranks in kinds]
+    widths = [(part_width(buckets, parts_of(cuts, kind)), ranks) for kind, ranks in kinds]
     return [
         Transfer("all_reduce", "tp", "shared", sent_bytes("all_reduce", width * reduce_bytes, ranks))
         for width, ranks in widths
@@ -163,7 +183,7 @@ def parts_traffic(
 
 
 def memory(
-    buckets: Sequence[BucketSpec], zero: int, num_shards: int, param_bytes: int, reduce_bytes: int, master_bytes: int
+    buckets: Sequence[BucketSpec], zero: int, param_bytes: int, reduce_bytes: int, master_bytes: int
 ) -> dict[str, int]:
     """Resident bytes of one rank between steps, by kind; gathered parameters and open gradients come on top.
 
@@ -172,7 +192,7 @@ def memory(
     """
     kinds = {"params": 0, "master": 0, "grads": 0}
     for bucket in buckets:
-        shard = bucket.numel // num_shards
+        shard = bucket.numel // bucket.num_shards
         stored = master_bytes if bucket.trainable else param_bytes
         if zero < 3:
             kinds["params"] += bucket.numel * param_bytes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from heptad.axes.data.bucket import Bucket, Placement
 from heptad.axes.data.buckets import BucketSpec, part_width, parts_of, plan_buckets, unit_uses
-from heptad.axes.data.shard import Holders, Shard, sum_parts
+from heptad.axes.data.shard import Holders, Owners, Shard, sum_parts
 from heptad.axes.data.versions import Versions
 from heptad.mesh.collectives import Group
 from heptad.models.build import Model
@@ -28,7 +28,7 @@ from heptad.schedule.action import VERSIONS, Action, Kind
 class DataEngine:
     """Owns every parameter of `model` on this rank: makes the buffers, fills them with keyed initial values.
 
-    Parameters are cut by the tensor axis first (`holders`), and what is left of each by this one.
+    Parameters are cut by other axes first (`owners`), and what is left of each by this one.
 
     uses_taps: weight gradients come through the sink (False: autograd writes `.grad`, see `fsdp2.py`).
     library_communicates: collectives do not pass `mesh/collectives.py`, so the ledger needs `LibraryLedger`.
@@ -41,26 +41,24 @@ class DataEngine:
         self,
         model: Model,
         zero: int,
-        shard_group: Group,
-        replica_group: Group,
-        holders: Holders,
+        owners: Owners,
         policy: Policy,
         device: torch.device,
         bucket_mb: float,
         seed: int,
     ) -> None:
-        place = Placement(shard_group, replica_group, free_params=zero == 3, free_grads=zero >= 2, sharded=zero > 0)
-        share = holders.share
-        local = [holders.own(spec.name).local for spec in share.specs]
-        planned = plan_buckets(model.unit_specs, local, shard_group.size, bucket_mb, policy.reduce.itemsize, share)
-        self.policy, self.place, self.seed = policy, place, seed
+        self.policy, self.seed, share = policy, seed, owners.share
+        places = {family: _placement(zero, holders) for family, holders in owners.families.items()}
+        counts = {family: holders.shards.size for family, holders in owners.families.items()}
+        local = [owners.own(spec).local for spec in share.specs]
+        planned = plan_buckets(model.unit_specs, local, counts, bucket_mb, policy.reduce.itemsize, share)
         self.uses = unit_uses(model.unit_specs, planned, model.specs, share)
-        self.buckets = [Bucket(spec, place, policy, device) for spec in planned]
+        self.buckets = [Bucket(spec, places[spec.family], policy, device) for spec in planned]
         self._home = {name: bucket for bucket in self.buckets for name in bucket.params}
         model.bind({name: bucket.params[name] for name, bucket in self._home.items()})
         self._names = {param: name for name, param in model.params.items()}
-        self.shards = [shard for bucket in self.buckets for shard in bucket.shards(holders)]
-        self._parts = self._sums(holders, planned)
+        self.shards = [shard for bucket in self.buckets for shard in bucket.shards(owners)]
+        self._parts = self._sums(owners, planned)
         self._summed = False
         self.versions = Versions([bucket.full for bucket in self.buckets if bucket.spec.trainable])
         self._acts: dict[Kind, Callable[[Bucket, str], None]] = {
@@ -74,17 +72,17 @@ class DataEngine:
         }
         self.initialise()
 
-    def _sums(self, holders: Holders, planned: Sequence[BucketSpec]) -> list[tuple[list[Shard], Group, int]]:
+    def _sums(self, owners: Owners, planned: Sequence[BucketSpec]) -> list[tuple[list[Shard], Group, int]]:
         """Gradients that are only a part after the data axis's reduction, the group of their sum, its width: over
         tensor ranks, then over the ranks of the pipeline that hold the same parameter."""
-        cuts, num_shards = holders.cuts[holders.index], self.place.shard_group.size
-        sums = [(group, parts_of(cuts, kind)) for kind, group in holders.sums.items()]
-        sums += [(group, holders.share.shared(ranks)) for ranks, group in holders.stages.items()]
+        dense = owners.families["dense"]
+        sums = [(group, parts_of(dense.cuts[dense.index], kind)) for kind, group in owners.sums.items()]
+        sums += [(group, owners.share.shared(ranks)) for ranks, group in owners.stages.items()]
         return [
             (
                 [shard for shard in self.shards if shard.spec.name in names and shard.spec.trainable],
                 group,
-                part_width(planned, names, num_shards),
+                part_width(planned, names),
             )
             for group, names in sums
         ]
@@ -171,3 +169,8 @@ class DataEngine:
     def _grad(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         name = self._names[param]
         return self._home[name].grad_view(name)
+
+
+def _placement(zero: int, holders: Holders) -> Placement:
+    """What stage `zero` cuts and frees, over the ranks of one family."""
+    return Placement(holders.shards, holders.replicas, free_params=zero == 3, free_grads=zero >= 2, sharded=zero > 0)

@@ -24,6 +24,7 @@ from heptad.axes.data.shard import Shard
 from heptad.errors import ConfigError
 from heptad.mesh.device import Mesh
 from heptad.models.build import Model
+from heptad.models.cut import FAMILIES
 from heptad.models.init import fill
 from heptad.models.spec import ParamSpec
 from heptad.precision.policy import Policy
@@ -41,7 +42,8 @@ class Fsdp2Engine:
     def __init__(self, model: Model, mesh: Mesh, policy: Policy, seed: int) -> None:
         self.model, self.mesh, self.seed = model, mesh, seed
         _check_unshared(model)
-        self.uses = unit_uses(model.unit_specs, plan_buckets(model.unit_specs, model.specs, 1, 0.0, 1))
+        one = dict.fromkeys(FAMILIES, 1)
+        self.uses = unit_uses(model.unit_specs, plan_buckets(model.unit_specs, model.specs, one, 0.0, 1))
         hybrid = mesh.layout.degree(*REPLICAS) > 1
         device_mesh = mesh.device_mesh(REPLICAS, SHARDS) if hybrid else mesh.device_mesh(SHARDS)
         precision = MixedPrecisionPolicy(policy.params, policy.reduce, cast_forward_inputs=False)

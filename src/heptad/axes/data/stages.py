@@ -6,23 +6,38 @@ from typing import Literal
 
 from heptad.config.schema import LayoutSection
 from heptad.mesh.layout import Layout
+from heptad.models.cut import FAMILIES, Family
 from heptad.schedule.lower import DataRule
 
 
-def shard_axes(zero: int) -> tuple[str, ...]:
-    """Axes over which a bucket is cut (the context ranks are data ranks for parameters). Stage 0 cuts nothing."""
-    return () if zero == 0 else ("dp_shard", "cp")
+def shard_axes(zero: int, family: Family = "dense") -> tuple[str, ...]:
+    """Axes over which a bucket of `family` is cut. Stage 0 cuts nothing.
+
+    The context ranks are data ranks for dense parameters; for experts so are all that `ep` and `etp` leave.
+    """
+    return () if zero == 0 else DATA_AXES[family]
 
 
-def replica_axes(zero: int) -> tuple[str, ...]:
+def replica_axes(zero: int, family: Family = "dense") -> tuple[str, ...]:
     """Axes along which ranks hold the same shard; gradients are summed over both kinds of axes."""
-    return ("dp_replicate", "dp_shard", "cp") if zero == 0 else ("dp_replicate",)
+    return ("dp_replicate", *DATA_AXES[family]) if zero == 0 else ("dp_replicate",)
 
 
-def holder_axes(zero: int) -> tuple[str, ...]:
-    """Axes whose ranks together hold one whole model."""
-    return (*shard_axes(zero), "tp")
+def holder_axes(zero: int, family: Family = "dense") -> tuple[str, ...]:
+    """Axes whose ranks together hold all parameters of `family`."""
+    return (*shard_axes(zero, family), *PART_AXES[family])
 
+
+def shard_counts(layout: Layout, zero: int) -> dict[Family, int]:
+    """Ranks over which each family is cut."""
+    return {family: layout.degree(*shard_axes(zero, family)) for family in FAMILIES}
+
+
+DATA_AXES: dict[Family, tuple[str, ...]] = {"dense": ("dp_shard", "cp"), "expert": ("edp",)}
+"""Axes whose ranks hold what the stages may cut, inside a copy of HSDP."""
+
+PART_AXES: dict[Family, tuple[str, ...]] = {"dense": ("tp",), "expert": ("ep", "etp")}
+"""Axes that cut parameters before the data axis does (`models/cut.py`)."""
 
 LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes over which losses and finite checks are summed; tensor ranks and the ranks of a pipeline read the same tokens,
