@@ -34,9 +34,15 @@ def stages_of(job: Job, units: Sequence[UnitSpec]) -> Stages | None:
         return None
     schedule = generate(section.schedule, section.pp, section.vpp, microbatches_of(job))
     check_schedule(schedule, claimed_live(section.schedule, section.pp, section.vpp, microbatches_of(job)))
+    giving = tuple(index for index, unit in enumerate(units) if section.ep > 1 and _routes(unit))
     if section.layers_per_stage:
-        return Stages.of(schedule, from_sizes(section.layers_per_stage))
-    return Stages.of(schedule, balanced(unit_costs(job.model, job.data.seq_len), schedule.num_stages))
+        return Stages.of(schedule, from_sizes(section.layers_per_stage), giving)
+    return Stages.of(schedule, balanced(unit_costs(job.model, job.data.seq_len), schedule.num_stages), giving)
+
+
+def _routes(unit: UnitSpec) -> bool:
+    """Whether it has routed experts, so that it waits for other ranks where those have some of them."""
+    return any(".experts." in name for name in unit.params)
 
 
 def step_program(
@@ -51,7 +57,8 @@ def step_program(
     """Generate, lower and check; raises ScheduleError if the result were wrong. `place`: along the pipeline."""
     rule = data_rule(job.layout)
     if stages is None:
-        work = Work(gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches))
+        compute = gradient_accumulation(uses, microbatches, recompute) if train else forward_only(uses, microbatches)
+        work = Work.of(compute)
     else:
         work = expand(stages, place, uses, recompute) if train else evaluation(stages, place, uses, microbatches)
     offload = job.offload.activations == "cpu"

@@ -1,10 +1,11 @@
 """A measured step of a pipeline beside the simulated one: two panels of one picture, on one time axis.
 
 The executor records unit actions; those of a stage action become one box (from its first unit's beginning to its last
-one's end; a pair's two sides are one box). The simulator runs the same schedule with each stage's measured mean seconds
-of F, I, W and B, a message taking as long as the measured ones whose receiver was already waiting. What then differs is
-what means do not say: micro-batches that took longer than others, and what the runtime does between actions. Times in
-ms. No torch. Read next: `pipeline.py` (the picture), `train/tracing.py`.
+one's end; a pair's two sides are one box, of which each side's computing seconds are its stretches). The simulator runs
+the same schedule with each stage's measured mean seconds of F, I, W and B, a message taking as long as the measured
+ones whose receiver was already waiting. What then differs is what means do not say: micro-batches that took longer than
+others, and what the runtime does between actions. Times in ms. No torch. Read next: `pipeline.py` (the picture),
+`train/tracing.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from heptad.report.pipeline import Panel, pipeline_svg
 from heptad.schedule.action import COMPUTE, Action, Kind
 from heptad.schedule.expand import Stages
 from heptad.schedule.pipeline import Pair, Step, singles
-from heptad.simulate.pipeline import simulate
+from heptad.simulate.pipeline import PairMode, simulate
 from heptad.simulate.times import Links, Times
 from heptad.trace import Event
 
@@ -54,7 +55,9 @@ def measured_and_simulated(events: Sequence[Event], stages: Stages, ranks: Seque
     busy = [sum(part.busy_s for part in row.values()) for row in parts.values()]
     idle = tuple(1 - seconds / span for seconds in busy)
     message_s = _message_s(rows)
-    run = simulate(stages.schedule, _times(parts, len(stages.units)), Links.uniform(len(stages.units), 0.0, message_s))
+    mode = PairMode.BLOCK if stages.giving else PairMode.EARLY
+    links = Links.uniform(len(stages.units), 0.0, message_s)
+    run = simulate(stages.schedule, _times(parts, len(stages.units)), links, mode)
     chunks = max(1, len(stages.units) // len(ranks))
     above = Panel(
         f"Measured: {stages.schedule.name}, {len(ranks)} ranks, {stages.schedule.num_microbatches} micro-batches",

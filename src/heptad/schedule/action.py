@@ -2,10 +2,12 @@
 
 Text: index, kind, micro-batch. `3F0` runs unit 3 forward on micro-batch 0; `2G1` starts gathering bucket 2 for
 micro-batch 1 and `2g1` waits for it. Capital: start, or an action that is done when it returns; small: the wait for the
-communication that the capital started. `U` updates the parameters. Where a pipeline is never flushed inside a step, a
-stage updates its own after each micro-batch (`0V3`) and keeps the weights that forwards under way have used (`K`, `X`,
-`N`, see `versions.py`). A program is one line per rank, actions separated by blanks. What is computed, and moved to
-host memory and back, is a *unit*; what is gathered, dropped and reduced is a *bucket* of parameters.
+communication that the capital started. `U` updates the parameters. `2B1 & 4F5` is an overlapped pair: two compute
+actions of different micro-batches that run in turns, the left one first (`mesh/turns.py`). Where a pipeline is never
+flushed inside a step, a stage updates its own after each micro-batch (`0V3`) and keeps the weights that forwards under
+way have used (`K`, `X`, `N`, see `versions.py`). A program is one line per rank, actions separated by blanks. What is
+computed, and moved to host memory and back, is a *unit*; what is gathered, dropped and reduced is a *bucket* of
+parameters.
 Read next: `lower.py` (who places what), `check.py` (what is proven), `executor.py` (the loop that runs it).
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -67,6 +69,8 @@ class Kind(enum.Enum):
     UPDATE_STAGE = "V"
     """The stage's weights are updated from the micro-batch's gradient."""
     UPDATE = "U"
+    PAIRED = "&"
+    """The compute actions beside it are of one overlapped pair."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE})
@@ -89,26 +93,28 @@ WAIT_OF_MOVE = {Kind.OUT: Kind.WAIT_OUT, Kind.FETCH: Kind.WAIT_FETCH}
 VERSIONS = frozenset({Kind.KEEP, Kind.EXCHANGE, Kind.NEWEST})
 """Which weights a stage has: copies on one rank's device."""
 MOVES = frozenset(WAIT_OF_MOVE) | frozenset(WAIT_OF_MOVE.values())
+_ALONE = frozenset({Kind.UPDATE, Kind.PAIRED})
+"""Kinds that stand for themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`index`: a unit for COMPUTE, MOVES and TRANSPORT, a stage for VERSIONS and V, else a bucket; -1 for UPDATE."""
+    """`index`: a unit for COMPUTE, MOVES and TRANSPORT, a stage for VERSIONS and V, else a bucket; -1 for U and &."""
 
     kind: Kind
     index: int = -1
     microbatch: int = -1
 
     def __str__(self) -> str:
-        return "U" if self.kind is Kind.UPDATE else f"{self.index}{self.kind.value}{self.microbatch}"
+        return self.kind.value if self.kind in _ALONE else f"{self.index}{self.kind.value}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Inverse of `str`; ValueError names the text that is no action."""
-        if text == "U":
-            return cls(Kind.UPDATE)
-        found = re.fullmatch(r"(\d+)([A-Za-z])(\d+)", text)
-        kinds = {kind.value: kind for kind in Kind if kind is not Kind.UPDATE}
+        kinds = {kind.value: kind for kind in Kind}
+        if text in kinds and kinds[text] in _ALONE:
+            return cls(kinds[text])
+        found = re.fullmatch(r"(\d+)([A-TV-Za-z])(\d+)", text)
         if found is None or found[2] not in kinds:
             raise ValueError(f"{text!r} is no action; expected e.g. 3F0, 2G1 or U")
         return cls(kinds[found[2]], int(found[1]), int(found[3]))
@@ -125,6 +131,17 @@ def format_program(program: Iterable[Action]) -> str:
 def parse_program(line: str) -> Program:
     """Inverse of `format_program`."""
     return tuple(Action.parse(word) for word in line.split())
+
+
+def steps_of(program: Program) -> Iterator[range]:
+    """Positions of each step in turn: of one action, or of an overlapped pair with the & between its actions."""
+    at = 0
+    while at < len(program):
+        end = at + 1
+        while end + 1 < len(program) and program[end].kind is Kind.PAIRED:
+            end += 2
+        yield range(at, end)
+        at = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 Proven: each compute action once and after what it depends on (C after its segment's kept input and the C below it, a
 recomputed unit's backward after its C, so each forward runs again exactly once); a bucket gathered (and waited for) at
 each use and dropped once a gather; what a unit keeps is on the device when it is read, and moves only while it is kept;
-each gradient reduced after its last write and exactly once; every start has its wait; never more than `max_gathered`
-buckets with full parameters; the update last; where a stage is updated inside the step, the versions of its weights
-(`version_check.py`), and that its gradient is whole before; and, over ranks, one order of collectives per group (on
-gloo collectives in different order on two ranks mix values silently). Pure, no torch.
+each gradient reduced after its last write and exactly once; an overlapped pair is one forward and a backward of another
+unit and micro-batch, of which neither needs the other, with nothing in between; every start has its wait; never more
+than `max_gathered` buckets with full parameters; the update last; where a stage is updated inside the step, the
+versions of its weights (`version_check.py`), and that its gradient is whole before; and, over ranks, one order of
+collectives per group (on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from heptad.schedule.action import (
     Program,
     Segments,
     UnitUse,
+    steps_of,
     with_backward,
 )
 from heptad.schedule.lower import DataRule
@@ -56,6 +58,7 @@ def check(
     recompute: the segments whose forward keeps no graph. work: the (unit, micro-batch) that this rank of a pipeline
     runs; None: every unit on every micro-batch.
     """
+    _check_pairs(program)
     state = _State(program, units, rule, recompute, max_gathered, work)
     for position, action in enumerate(program):
         state.take(position, action)
@@ -72,6 +75,27 @@ def check_group_order(programs: Sequence[Program]) -> None:
             position = [p for p, action in enumerate(programs[rank]) if action.kind in WAIT_OF][place : place + 1]
             at = position[0] if position else 0
             raise ScheduleError(programs[rank], at, f"rank {rank} leaves rank 0's order of collectives")
+
+
+def _check_pairs(program: Program) -> None:
+    """What stands beside an & is computed, and may run in turns."""
+    for at in steps_of(program):
+        step = [program[position] for position in at]
+        wrong = [n for n, action in enumerate(step) if (action.kind is Kind.PAIRED) != bool(n % 2)]
+        if wrong or (len(step) > 1 and not {action.kind for action in step[::2]} <= COMPUTE):
+            raise ScheduleError(program, at[wrong[0] if wrong else 0], "an & stands between compute actions")
+        ahead = [n for n, action in enumerate(step) if action.kind is Kind.FORWARD]
+        if len(step) == 1:
+            continue
+        if len(ahead) != 1 or ahead[0] not in (0, len(step) - 1):
+            raise ScheduleError(program, at[0], "a pair has one forward, before or after its backward")
+        forward, others = step[ahead[0]], [action for action in step[::2] if action.kind is not Kind.FORWARD]
+        alone = {forward.microbatch}.isdisjoint(other.microbatch for other in others)
+        apart = {forward.index}.isdisjoint(other.index for other in others)
+        one = len({other.microbatch for other in others}) == 1
+        if not (alone and apart and one):
+            rule = f"{forward} runs in turns with a backward of one other micro-batch, of other units"
+            raise ScheduleError(program, at[ahead[0]], rule)
 
 
 class _State:
@@ -109,6 +133,8 @@ class _State:
                 raise ScheduleError(self.program, position, rule)
 
         kind, index = action.kind, action.index
+        if kind is Kind.PAIRED:
+            return
         require(action not in self.done or kind not in COMPUTE, "this action has run already")
         self.done.add(action)
         if kind in COMPUTE:

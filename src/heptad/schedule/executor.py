@@ -3,8 +3,9 @@
 Units have detached boundaries: F runs a unit on a detached input and keeps its graph; I asks autograd for the
 gradients of that input, of the taps' probes and of parameters no tap covers; W turns taps into weight gradients,
 straight into the engine's buffers. Of a segment of recomputed units F keeps the first one's input, and C makes their
-graphs. Communication actions go to the engine, which starts or waits. Every action can be recorded as an `Event`.
-Read next: `action.py`, `models/taps.py`, `axes/data/engine.py`, `recompute/policy.py`.
+graphs. Communication actions go to the engine, which starts or waits. The sides of an overlapped pair run in turns,
+handed over inside of units (`mesh/turns.py`). Every action can be recorded as an `Event`; of a pair's, each stretch
+between two turns. Read next: `action.py`, `models/taps.py`, `axes/data/engine.py`, `recompute/policy.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from heptad.models.build import Model, loose_params, tapped_modules
 from heptad.models.decoder import Head
 from heptad.models.taps import GradSink, Tape, write_weight_grads
 from heptad.schedule.action import COMPUTE, MOVES, TRANSPORT, VERSIONS, Action, Kind, Program, Segments
-from heptad.schedule.lower import phases
+from heptad.schedule.in_turns import Sides, planned, run_in_turns
 from heptad.trace import Event
 
 _COMPUTES = COMPUTE | VERSIONS | {Kind.UPDATE, Kind.UPDATE_STAGE}
@@ -106,7 +107,7 @@ class Executor:
         self.mover, self.transport = mover, transport
         self.ledger = Ledger() if ledger is None else ledger
         self.phase = "forward"  # of the action under way
-        self._phases: tuple[Program, tuple[str, ...]] = (), ()  # of the program that ran last
+        self._plan: tuple[Program, list[Sides]] = (), []  # of the program that ran last
         self.backward_from = backward_from  # first unit that has a backward
         self.segments = {unit: segment for segment in self._with_backward(recompute) for unit in segment}
         self._tapped = [tapped_modules(unit) for unit in model.units]
@@ -138,11 +139,17 @@ class Executor:
         the sum of losses (no backward then).
         """
         step = _Step(self, program, batches, scale, logits, outputs_ready)
-        if self._phases[0] is not program:
-            self._phases = program, phases(program)
-        for action, phase in zip(program, self._phases[1], strict=True):
+        if self._plan[0] is not program:
+            self._plan = program, planned(program)
+        for sides in self._plan[1]:
+            if len(sides) == 2:
+                spans = run_in_turns(sides, step.compute, self._enter)
+                if record is not None:
+                    record += [Event(self.rank, "compute", *span) for span in spans]
+                continue
+            ((action, phase),) = sides[0]
             start = time.perf_counter()
-            self.phase = self.ledger.phase = phase
+            self._enter(phase)
             if action.kind in COMPUTE:
                 step.compute(action)
             elif action.kind is Kind.UPDATE:
@@ -166,6 +173,9 @@ class Executor:
                 record.append(Event(self.rank, lane, str(action), start, end))
         assert not step.runs and not step.grads, "a program left work undone"
         return step.outputs
+
+    def _enter(self, phase: str) -> None:
+        self.phase = self.ledger.phase = phase
 
     def sink(self, unit: int, microbatch: int) -> GradSink:
         """Where the weight gradients of `unit` on `microbatch` go."""

@@ -2,18 +2,20 @@
 
 A stage is a run of units. F of a stage is F of its units; B is C and B of its units from the top (`backward_order`), I
 and W likewise. An overlapped pair alternates between its two micro-batches, unit by unit: forward of one, backward of
-the other, so each one's communication runs under the other's computation. Where the neighbouring stage lies on another
-rank, the stage's last F is followed by a send (S) of its output and its first is preceded by the wait (e) for its
-input, and gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed. An
-output that was sent is waited for (s) when its gradient has come back, which proves that it arrived; a gradient that
-was sent (t) when the next one is. In an asynchronous schedule the stage's update (V) follows its B. Read next:
-`lower.py`, `axes/pipeline/transport.py`.
+the other. Where one of the two units waits inside itself for what it has sent (`Stages.giving`: experts on other
+ranks), they run in turns as one step, the backward first if it sends, since it begins with a transfer and a forward
+ends with one; what is recomputed for a backward belongs to its side. Where the neighbouring stage lies on another rank,
+the stage's last F is followed by a send (S) of its output and its first is preceded by the wait (e) for its input, and
+gradients go back the same way (T, h). A receive is posted (E, H) one stage action before it is needed. An output that
+was sent is waited for (s) when its gradient has come back, which proves that it arrived; a gradient that was sent (t)
+when the next one is. In an asynchronous schedule the stage's update (V) follows its B. Read next: `lower.py`,
+`axes/pipeline/transport.py`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -25,36 +27,51 @@ Slots = dict[int, list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute actions of one rank; `before[i]`, `after[i]`: transport around action i; `tail`: after the last one.
+    """Compute actions of one rank, in steps of one action or of an overlapped pair's, in the order of their turns.
 
-    updates: (i, stage, micro-batch): the stage is updated from the micro-batch's gradient after action i.
+    `before[i]`, `after[i]`: transport around step i; `tail`: after the last one. updates: (i, stage, micro-batch): the
+    stage is updated from the micro-batch's gradient after step i.
     """
 
-    compute: Program
+    steps: tuple[Program, ...]
     before: Slots = field(default_factory=dict)
     after: Slots = field(default_factory=dict)
     tail: Program = ()
     updates: tuple[tuple[int, int, int], ...] = ()
 
+    @classmethod
+    def of(cls, compute: Program) -> Work:
+        """One action after the other, without a pipeline."""
+        return cls(tuple((action,) for action in compute))
+
+    @property
+    def compute(self) -> Program:
+        """All actions in order."""
+        return tuple(action for step in self.steps for action in step)
+
     @property
     def pairs(self) -> frozenset[tuple[int, int]]:
         """(unit, micro-batch) that run here."""
-        return frozenset((action.index, action.microbatch) for action in self.compute)
+        return frozenset((action.index, action.microbatch) for step in self.steps for action in step)
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Who runs what: units of each stage, and for each (stage, micro-batch) the rank along the pipeline."""
+    """Who runs what: units of each stage, and for each (stage, micro-batch) the rank along the pipeline.
+
+    giving: units that wait inside themselves for what they have sent, and give the other side of a pair the turn.
+    """
 
     units: tuple[range, ...]
     schedule: Schedule
     where: tuple[tuple[int, ...], ...]
+    giving: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, schedule: Schedule, units: tuple[range, ...]) -> Stages:
+    def of(cls, schedule: Schedule, units: tuple[range, ...], giving: Iterable[int] = ()) -> Stages:
         """Of a checked schedule."""
         assert len(units) == schedule.num_stages
-        return cls(units, schedule, placement(schedule))
+        return cls(units, schedule, placement(schedule), frozenset(giving))
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Place along the pipeline of the rank that runs `stage` on `microbatch`."""
@@ -103,7 +120,7 @@ class _Expansion:
 
     def __init__(self, stages: Stages, uses: Sequence[UnitUse], recompute: Segments) -> None:
         self.stages, self.uses, self.recompute = stages, uses, recompute
-        self.compute: list[Action] = []
+        self.steps: list[Program] = []
         self.before: Slots = defaultdict(list)
         self.after: Slots = defaultdict(list)
         self.starts: list[int] = []  # first position of each step so far
@@ -114,15 +131,15 @@ class _Expansion:
 
     def run(self, line: Sequence[Step]) -> Work:
         for step in line:
-            self.starts.append(len(self.compute))
+            self.starts.append(len(self.steps))
             if isinstance(step, Pair):
-                self._emit([self._units(step.forward), self._units(step.backward)])
+                self._emit(*self._sides(step))
             else:
-                self._emit([self._units(step)])
+                self._emit([(action,) for action in self._units(step)])
                 if self.stages.schedule.asynchronous and step.kind is Kind.BACKWARD:
-                    self.updates.append((len(self.compute) - 1, step.stage, step.microbatch))
+                    self.updates.append((len(self.steps) - 1, step.stage, step.microbatch))
         self.tail += [Action(Kind.WAIT_SEND_GRAD, a.index, a.microbatch) for _, a in sorted(self.sent.items())]
-        return Work(tuple(self.compute), dict(self.before), dict(self.after), tuple(self.tail), tuple(self.updates))
+        return Work(tuple(self.steps), dict(self.before), dict(self.after), tuple(self.tail), tuple(self.updates))
 
     def _units(self, action: StageAction) -> list[Action]:
         """The unit actions of a stage action."""
@@ -136,34 +153,59 @@ class _Expansion:
             found += [Action(action.kind, unit, microbatch) for unit in down]
         return found
 
-    def _emit(self, lists: list[list[Action]]) -> None:
-        """Append unit actions, of a pair in turn, with the transport of each list at its ends."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for together in zip_longest(*lists):
-            for which, action in enumerate(together):
-                if action is not None:
-                    first.setdefault(which, len(self.compute))
-                    last[which] = len(self.compute)
-                    self.compute.append(action)
-        for which, actions in enumerate(lists):
-            if actions:
-                self._transport(actions, first[which], last[which])
+    def _sides(self, pair: Pair) -> tuple[list[Program], list[Program]]:
+        """What of a pair's forward and backward alternates: actions; where units give, backwards with their C."""
+        forward, backward = self._units(pair.forward), self._units(pair.backward)
+        up: list[Program] = [(action,) for action in forward]
+        down: list[Program] = []
+        gives = self._gives((*forward, *backward))
+        for action in backward:
+            if gives and down and down[-1][-1].kind is Kind.RECOMPUTE:
+                down[-1] += (action,)
+            else:
+                down.append((action,))
+        return up, down
 
-    def _transport(self, actions: list[Action], first: int, last: int) -> None:
-        microbatch = actions[0].microbatch
-        stage = self.stages.stage_of(actions[0].index)
+    def _emit(self, *sides: list[Program]) -> None:
+        """Append unit actions, of a pair in turn, with the transport of each side at its ends."""
+        spans: list[list[int]] = [[] for _ in sides]  # steps of each
+        for parts in zip_longest(*sides, fillvalue=()):
+            if len(parts) == 2 and self._overlap(*parts):
+                forward, backward = parts
+                for span in spans:
+                    span.append(len(self.steps))
+                self.steps.append(backward + forward if self._gives(backward) else forward + backward)
+                continue
+            for span, part in zip(spans, parts, strict=True):
+                span += range(len(self.steps), len(self.steps) + len(part))
+                self.steps += [(action,) for action in part]
+        for side, span in zip(sides, spans, strict=True):
+            if side:
+                self._transport(side[0][0], span[0], span[-1])
+
+    def _gives(self, part: Program) -> bool:
+        return any(action.index in self.stages.giving for action in part)
+
+    def _overlap(self, forward: Program, backward: Program) -> bool:
+        """There is something to hide, and no module is in both halves."""
+        apart = not {action.index for action in forward} & {action.index for action in backward}
+        return bool(forward and backward) and apart and (self._gives(forward) or self._gives(backward))
+
+    def _transport(self, action: Action, first: int, last: int) -> None:
+        """Of the side of steps `first` to `last` that begins with `action`."""
+        microbatch = action.microbatch
+        stage = self.stages.stage_of(action.index)
         units = self.stages.units[stage]
         below = stage > 0 and self.stages.sends_up(stage - 1, microbatch)
         above = self.stages.sends_up(stage, microbatch)
-        if actions[0].kind is Kind.FORWARD:
+        if action.kind is Kind.FORWARD:
             if below:
                 self._receive(Kind.RECEIVE, Kind.WAIT_RECEIVE, units[0], microbatch, first)
             if above:
                 self.after[last].append(Action(Kind.SEND, units[-1], microbatch))
                 if not (self.trains and self.uses[units[-1]].backward):
                     self.tail.append(Action(Kind.WAIT_SEND, units[-1], microbatch))
-        elif actions[0].kind is not Kind.WEIGHT_GRAD:
+        elif action.kind is not Kind.WEIGHT_GRAD:
             if above and self.uses[units[-1]].backward:
                 self._receive(Kind.RECEIVE_GRAD, Kind.WAIT_RECEIVE_GRAD, units[-1], microbatch, first)
                 self.before[first].append(Action(Kind.WAIT_SEND, units[-1], microbatch))

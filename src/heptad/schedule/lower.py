@@ -4,8 +4,8 @@ Where a bucket is used is known from the program itself, so one rule covers ever
 schedule: consecutive uses of a bucket share one gather when no other unit computes between them (the turn from forward
 to backward); a gather starts `prefetch` compute actions before its first use and is waited for right there; a reduction
 starts right after the last gradient it drains and is waited for `prefetch` compute actions later, so at most that many
-full gradients wait for the network beside the one being written. Source of the stages: ZeRO, Rajbhandari et al. 2020,
-§5; FSDP, Zhao et al. 2023, §3.
+full gradients wait for the network beside the one being written. An overlapped pair is one compute action in all this.
+Source of the stages: ZeRO, Rajbhandari et al. 2020, §5; FSDP, Zhao et al. 2023, §3.
 
 With `offload`, what a unit keeps for its backward moves to the host: out right after the action that made it (waited
 for after the next compute action, when the device's copy goes), back `prefetch` compute actions before the one that
@@ -17,7 +17,7 @@ of its own: `versions.py`. Read next: `check.py`, `axes/data/stages.py`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +44,7 @@ class DataRule:
 
 
 _Slots = dict[int, list[Action]]
+Steps = tuple[Program, ...]
 _UP = {Kind.SEND, Kind.WAIT_SEND, Kind.RECEIVE, Kind.WAIT_RECEIVE}
 _REDUCTIONS = {Kind.REDUCE, Kind.WAIT_REDUCE, Kind.ALL_REDUCE, Kind.WAIT_ALL_REDUCE}
 _ORDER_BEFORE = [
@@ -72,8 +73,8 @@ def lower(
     work: its compute actions, with the transport around them where there is a pipeline. recompute: the segments that
     it recomputes; read only to tell what there is to move.
     """
-    work = work if isinstance(work, Work) else Work(work)
-    compute = work.compute
+    work = work if isinstance(work, Work) else Work.of(work)
+    steps = work.steps
     before: _Slots = defaultdict(list, {at: list(actions) for at, actions in work.before.items()})
     after: _Slots = defaultdict(list, {at: list(actions) for at, actions in work.after.items()})
     turn: _Slots = defaultdict(list)  # after all else, in this order
@@ -81,19 +82,27 @@ def lower(
     if work.updates:
         _place_updates(work, units, rule, before, after, turn)
     else:
-        _place_gathers(compute, units, rule, before, after)
+        _place_gathers(steps, units, rule, before, after)
     if update and not work.updates:
-        _place_reductions(compute, units, rule, after, tail)
+        _place_reductions(steps, units, rule, after, tail)
     if update and offload:
-        _place_moves(compute, with_backward(recompute, units), rule.prefetch, before, after)
+        _place_moves(steps, with_backward(recompute, units), rule.prefetch, before, after)
     program: list[Action] = []
-    for position, action in enumerate(compute):
+    for position, step in enumerate(steps):
         program += sorted(before[position], key=lambda a: _ORDER_BEFORE.index(a.kind))
-        program.append(action)
+        program += _joined(step)
         program += sorted(after[position], key=lambda a: _ORDER_AFTER.index(a.kind))
         program += turn[position]
     program += [*work.tail, *tail]
     return (*program, Action(Kind.UPDATE)) if update else tuple(program)
+
+
+def _joined(step: Program) -> Iterator[Action]:
+    """An overlapped pair with & between its actions."""
+    for number, action in enumerate(step):
+        if number:
+            yield Action(Kind.PAIRED)
+        yield action
 
 
 def _place_updates(
@@ -105,6 +114,13 @@ def _place_updates(
     place_versions(work, before, turn)
     if rule.gather != "never":
         place_gathers(work, units, rule.prefetch, before, after, turn)
+
+
+def _numbered(steps: Steps) -> Iterator[tuple[int, Action]]:
+    """Each action with the position of its step."""
+    for position, step in enumerate(steps):
+        for action in step:
+            yield position, action
 
 
 def _spans(positions: Sequence[int], whole: bool) -> list[tuple[int, int]]:
@@ -120,20 +136,22 @@ def _spans(positions: Sequence[int], whole: bool) -> list[tuple[int, int]]:
     return spans
 
 
-def _place_gathers(compute: Program, units: Sequence[UnitUse], rule: DataRule, before: _Slots, after: _Slots) -> None:
+def _place_gathers(steps: Steps, units: Sequence[UnitUse], rule: DataRule, before: _Slots, after: _Slots) -> None:
     if rule.gather == "never":
         return
     uses: dict[int, list[int]] = defaultdict(list)
-    for position, action in enumerate(compute):
+    reader: dict[tuple[int, int], int] = {}  # bucket, position -> micro-batch
+    for position, action in _numbered(steps):
         for bucket in units[action.index].reads(action.kind):
             uses[bucket].append(position)
+            reader.setdefault((bucket, position), action.microbatch)
     spans = sorted(
         (*span, bucket) for bucket, positions in uses.items() for span in _spans(positions, rule.gather == "step")
     )
     free_from: dict[int, int] = defaultdict(int)  # bucket -> first position after its last drop
     for first, last, bucket in spans:
         start = max(free_from[bucket], first - rule.prefetch)
-        microbatch = compute[first].microbatch
+        microbatch = reader[bucket, first]
         before[start].append(Action(Kind.GATHER, bucket, microbatch))
         before[first].append(Action(Kind.WAIT_GATHER, bucket, microbatch))
         after[last].append(Action(Kind.DROP, bucket, microbatch))
@@ -141,27 +159,25 @@ def _place_gathers(compute: Program, units: Sequence[UnitUse], rule: DataRule, b
 
 
 def _place_reductions(
-    compute: Program, units: Sequence[UnitUse], rule: DataRule, after: _Slots, tail: list[Action]
+    steps: Steps, units: Sequence[UnitUse], rule: DataRule, after: _Slots, tail: list[Action]
 ) -> None:
-    writes: dict[int, list[int]] = defaultdict(list)
-    for position, action in enumerate(compute):
+    writes: dict[int, dict[int, int]] = defaultdict(dict)  # bucket -> position -> micro-batch
+    for position, action in _numbered(steps):
         for bucket in units[action.index].written(action.kind):
-            writes[bucket].append(position)
-    drains = sorted(
-        (position, bucket) for bucket, positions in writes.items() for position in _drains(compute, positions, rule)
-    )
-    end = len(compute) - 1
+            writes[bucket][position] = action.microbatch
+    drains = sorted((position, bucket) for bucket, found in writes.items() for position in _drains(found, rule))
+    end = len(steps) - 1
     last_waits: list[Action] = []
     for position, bucket in drains:
-        microbatch = compute[position].microbatch
+        microbatch = writes[bucket][position]
         next_write = min((p for p in writes[bucket] if p > position), default=end + 1)
         late = min(position + max(1, rule.prefetch), next_write - 1) if rule.scatter else end
         waits = [Action(Kind.WAIT_REDUCE, bucket, microbatch)]
-        if rule.replicas and position == writes[bucket][-1]:
+        if rule.replicas and position == max(writes[bucket]):
             waits.append(Action(Kind.ALL_REDUCE, bucket, microbatch))
             last_waits.append(Action(Kind.WAIT_ALL_REDUCE, bucket, microbatch))
         after[position].append(Action(Kind.REDUCE, bucket, microbatch))
-        assert late > position or late == end, f"bucket {bucket} is written again at once after {compute[position]}"
+        assert late > position or late == end, f"bucket {bucket} is written again at once after {steps[position]}"
         if late < end:
             after[late] += waits
         else:
@@ -169,7 +185,7 @@ def _place_reductions(
     tail += last_waits
 
 
-def _drains(compute: Program, writes: Sequence[int], rule: DataRule) -> list[int]:
+def _drains(writes: Mapping[int, int], rule: DataRule) -> list[int]:
     """Positions of `writes` after which the bucket is reduced: the last of each micro-batch, or of the step.
 
     Not where the next action already writes to it again, for another micro-batch: one reduction drains both.
@@ -177,31 +193,31 @@ def _drains(compute: Program, writes: Sequence[int], rule: DataRule) -> list[int
     if rule.reduce == "never":
         return []
     if rule.reduce == "step":
-        return [writes[-1]]
-    last = {compute[position].microbatch: position for position in writes}
+        return [max(writes)]
+    last = {microbatch: position for position, microbatch in writes.items()}
     return sorted(position for position in last.values() if position + 1 not in writes)
 
 
-def _place_moves(compute: Program, recompute: Segments, prefetch: int, before: _Slots, after: _Slots) -> None:
-    for made, read in _kept(compute, recompute):
+def _place_moves(steps: Steps, recompute: Segments, prefetch: int, before: _Slots, after: _Slots) -> None:
+    for made, read, (unit, microbatch) in _kept(steps, recompute):
         fetch = read - prefetch
         if fetch < made + 3:  # gone after made + 1, back before fetch: no compute action in between
             continue
-        unit, microbatch = compute[made].index, compute[made].microbatch
         after[made].append(Action(Kind.OUT, unit, microbatch))
         after[made + 1].append(Action(Kind.WAIT_OUT, unit, microbatch))
         before[fetch].append(Action(Kind.FETCH, unit, microbatch))
         before[read].append(Action(Kind.WAIT_FETCH, unit, microbatch))
 
 
-def _kept(compute: Program, recompute: Segments) -> Iterator[tuple[int, int]]:
-    """(position that makes it, position that reads it) of everything a unit keeps: a graph, or a segment's input."""
+def _kept(steps: Steps, recompute: Segments) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """(position that makes it, position that reads it, unit and micro-batch) of everything a unit keeps: a graph, or a
+    segment's input."""
     first, again = {segment[0] for segment in recompute}, {unit for segment in recompute for unit in segment}
     made: dict[tuple[int, int], int] = {}
-    for position, action in enumerate(compute):
+    for position, action in _numbered(steps):
         key, kind = (action.index, action.microbatch), action.kind
         if key in made and kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT_GRAD):
-            yield made.pop(key), position
+            yield made.pop(key), position, key
         if kind is Kind.RECOMPUTE or (kind is Kind.FORWARD and (key[0] in first or key[0] not in again)):
             made[key] = position
 
@@ -209,12 +225,15 @@ def _kept(compute: Program, recompute: Segments) -> Iterator[tuple[int, int]]:
 def phases(program: Program) -> tuple[str, ...]:
     """The phase each action's traffic counts in: that of the use a gather serves, "backward" for reductions."""
     serves: dict[int, str] = {}  # bucket -> phase of the first use after its next wait
-    following, found = "update", []
+    step: dict[int, str] = {}  # micro-batch -> phase, of the compute actions that come next
+    following, joined, found = "update", False, list[str]()
     for action in reversed(program):
         if action.kind in COMPUTE:
             following = "forward" if action.kind is Kind.FORWARD else "backward"
+            step = {**(step if joined else {}), action.microbatch: following}
         elif action.kind is Kind.WAIT_GATHER:
-            serves[action.index] = following
+            serves[action.index] = step.get(action.microbatch, following)
+        joined = action.kind is Kind.PAIRED
         if action.kind in (Kind.GATHER, Kind.WAIT_GATHER):
             found.append(serves[action.index])
         elif action.kind is Kind.UPDATE_STAGE:

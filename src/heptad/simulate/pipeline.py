@@ -36,7 +36,7 @@ class PairMode(enum.Enum):
     EARLY = "early"
     """When its own input is there; the backward follows when the gradient is."""
     BLOCK = "block"
-    """When both inputs are there."""
+    """When both inputs are there: so the executor runs pairs whose units go in turns (`schedule/expand.py`)."""
 
 
 class SendMode(enum.Enum):
