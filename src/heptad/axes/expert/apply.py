@@ -15,8 +15,9 @@ from heptad.models.moe import Dispatch, MoE
 
 def dispatch_over(ep: Group, etp: Group, across: Group | None = None) -> Dispatch:
     """ep: ranks with other experts, of one node where there are two levels: then `across` joins the nodes."""
-    inside = OneLevel(ep, etp)
-    return inside if across is None else TwoLevel(across, inside)
+    if across is None:
+        return OneLevel(ep, etp)
+    return TwoLevel(across, OneLevel(ep, etp, gives=False))  # another micro-batch hides the slow link's
 
 
 def cut_experts(model: Model, ep: Group, etp: Group, across: Group | None = None) -> None:

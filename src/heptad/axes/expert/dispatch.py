@@ -34,10 +34,14 @@ from heptad.models.router import Routing
 
 @dataclass(frozen=True, slots=True)
 class OneLevel:
-    """A `models.moe.Dispatch` over ranks with other experts (`ep`) and with other rows of the same ones (`etp`)."""
+    """A `models.moe.Dispatch` over ranks with other experts (`ep`) and with other rows of the same ones (`etp`).
+
+    gives: another micro-batch has its turn while rows are on the way over `ep`.
+    """
 
     ep: Group
     etp: Group
+    gives: bool = True
 
     def __call__(
         self, tokens: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
@@ -95,10 +99,10 @@ class Ways:
         return cls(
             order[: sum(own)],
             counts,
-            exchange(groups.ep, own, mine),
+            exchange(groups.ep, own, mine, groups.gives),
             gather(groups.etp, by_peer),
             reduce(groups.etp, by_peer),
-            exchange(groups.ep, mine, own),
+            exchange(groups.ep, mine, own, groups.gives),
             come,
         )
 

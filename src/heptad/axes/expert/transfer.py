@@ -3,8 +3,9 @@ forward and in the backward.
 
 `start` posts the transfer and `wait` returns the rows that came. In the backward the gradient meets `wait` first,
 which starts the mirrored transfer, and then `start`, which waits for it: autograd runs what was recorded in between, in
-between. Nothing is saved but the counts. One rank takes the same path: the rows are passed on. Right before a wait
-another micro-batch may have its turn (`mesh/turns.py`).
+between. Nothing is saved but the counts. One rank takes the same path: the rows are passed on. Right before the wait of
+a trip that `gives`, another micro-batch may have its turn (`mesh/turns.py`): of the trips of one call only the slowest
+two do, there and back, since each turn should have a computation in it.
 
 Read next: `dispatch.py`, `mesh/collectives.py`.
 """
@@ -31,6 +32,7 @@ class Trip:
 
     there: Move
     back: Move
+    gives: bool = False
     under_way: tuple[Tensor, Work] | None = None
 
     def begin(self, rows: Tensor, move: Move) -> Tensor:
@@ -40,18 +42,19 @@ class Trip:
         return self.under_way[0]
 
     def finish(self) -> Tensor:
-        """Wait for what is under way; until then another micro-batch computes."""
+        """Wait for what is under way."""
         assert self.under_way is not None, "nothing was started"
-        give()
+        if self.gives:
+            give()
         (came, work), self.under_way = self.under_way, None
         work.wait()
         work.wait_sent()
         return came
 
 
-def exchange(group: Group, send: Sequence[int], recv: Sequence[int]) -> Trip:
-    """The next send[i] rows go to rank i, recv[i] come from it, in rank order."""
-    return Trip(_exchange(group, send, recv), _exchange(group, recv, send))
+def exchange(group: Group, send: Sequence[int], recv: Sequence[int], gives: bool = False) -> Trip:
+    """The next send[i] rows go to rank i, recv[i] come from it, in rank order. gives: another micro-batch the turn."""
+    return Trip(_exchange(group, send, recv), _exchange(group, recv, send), gives and group.size > 1)
 
 
 def gather(group: Group, counts: Sequence[int]) -> Trip:

@@ -46,7 +46,7 @@ class TwoLevel:
         nodes, held = self.across.size, self.inside.ep.size * experts.number  # experts of a node
         chosen = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -1)
         slots, sent, come = self._crossing(chosen, held)
-        out, home = exchange(self.across, sent, come), exchange(self.across, come, sent)
+        out, home = exchange(self.across, sent, come, gives=True), exchange(self.across, come, sent, gives=True)
         weighing = exchange(self.across, sent, come)
         coming = start(spread(tokens, slots, nodes), out)  # M rows, by node and token
         weights = start(spread(routing.weights, slots, nodes), weighing)
