@@ -74,6 +74,8 @@ def test_each_layout_moves_them_by_the_global_load() -> None:
         assert forked(ranks, biases, cut, ranks, 3) == [three] * ranks
     recomputed = tiny_job(MODEL, recompute="full")
     assert forked(1, biases, recomputed, 1, 3) == [three]
+    for layout in (dict(tp=2), dict(tp=2, sequence_parallel=True), dict(cp=2)):
+        assert forked(2, biases, tiny_job(MODEL, **layout), 1, 3) == [three] * 2
     piped = forked(2, biases, tiny_job(MODEL, pp=2, zero=1), 1, 3)
     assert piped[0] | piped[1] == three and not piped[0].keys() & piped[1].keys()
 

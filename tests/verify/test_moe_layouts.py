@@ -1,4 +1,4 @@
-"""Experts, latent attention and multi-token prediction under the data axis, pipelines and recompute: as one device."""
+"""Experts, latent attention and multi-token prediction under every axis but their own, and recompute: as one device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import compared, layout_job
+from tests.verify.several import assert_all_right, together
 from tests.verify.test_layouts import assert_right
 
-from heptad.config.check import check
+from heptad.config.check import check, problems
 from heptad.config.load import load
+from heptad.loader.synthetic import synthetic
+from heptad.mesh.layout import Layout
 from heptad.models.resolve import resolve
 from heptad.verify.shrink import shrink
 
@@ -51,6 +54,61 @@ JOBS: dict[str, dict[str, Any]] = {
     "dualpipev": piped("dualpipev", FOUR),
     "pipedream": {**piped("pipedream", DEEPSEEK), "optimizer": dict(clip_norm=None)},
 }
+
+
+CUT = dict(tp=2, sequence_parallel=True)
+LIMITED = {**FURTHER, "capacity_factor": 0.7, "z_loss": 0.05}
+GROUPS = {**LIMITED, "mtp_depth": 2, "layers": 2, "attention_dropout": 0.1, "dropout": 0.1}
+WIDE = {**SOFTMAX, "heads": 8, "kv_heads": 4, "window": 3}
+DENSE_QUERIES = {**LIMITED, "q_lora_rank": None, "qkv_bias": True, "attention_bias": True}
+
+
+def cut(model: dict[str, Any], ranks: int = 1, **layout: Any) -> dict[str, Any]:
+    return dict(zero=layout.pop("zero", 1), ranks=ranks, accumulation=2, model=model, layout=layout)
+
+
+AXES: dict[str, dict[str, Any]] = {
+    "softmax, tp": cut(SOFTMAX, tp=2),
+    "softmax, tp cut": cut(SOFTMAX, **CUT, zero=2),
+    "deepseek, tp": cut(LIMITED, tp=2, zero=0),
+    "deepseek, tp cut": {**cut(LIMITED, **CUT, zero=3), "recompute": dict(mode="full")},
+    "kept, in part": {**cut(LIMITED, **CUT, keep_gathered=True), "recompute": dict(mode="selective")},
+    "tp 4": {**cut(GROUPS, tp=4, sequence_parallel=True), "train": dict(micro_batch=2, global_batch=4)},
+    "tp 4 whole": {**cut(GROUPS, tp=4), "train": dict(micro_batch=2, global_batch=4)},
+    "queries without latents": cut(DENSE_QUERIES, **CUT),
+    "layer norm": cut({**LIMITED, "norm": "layer"}, tp=2),
+    "frozen": cut({**LIMITED, "frozen": ("embed.*", "blocks.0.*", "*.q_a.*", "*.kv_norm.*", "*router*")}, **CUT),
+    "ring": {**cut(LIMITED, cp=2), "train": dict(micro_batch=2, global_batch=4)},
+    "ring of 3": {**cut(SOFTMAX, cp=3, zero=2), "recompute": dict(mode="full")},
+    "gather of 4": cut(GROUPS, cp=4, context="gather"),
+    "ulysses": cut(LIMITED, cp=2, context="ulysses", zero=3),
+    "ulysses of 4": cut(WIDE, cp=4, context="ulysses"),
+    "ring and heads": cut(LIMITED, cp=4, context="ring+ulysses", cp_ulysses=2),
+    "plain order": cut({**LIMITED, "window": 3}, cp=2, context_split="contiguous"),
+    "both": {**cut(GROUPS, cp=2, **CUT), "recompute": dict(mode="full"), "train": dict(micro_batch=2, global_batch=4)},
+    "both, whole": {**cut(LIMITED, cp=2, tp=2), "offload": dict(activations="cpu")},
+    "tensor outermost": cut(LIMITED, ranks=2, cp=2, **CUT, order="tp-pp-dp_replicate-dp_shard-cp"),
+    "muon": {**cut(LIMITED, tp=2, cp=2), "optimizer": dict(name="muon", muon_lr=0.05)},
+    "1f1b, tp": piped("1f1b", LIMITED, **CUT),
+    "zbv, cp": piped("zbv", {**LIMITED, "layers": 4}, cp=2),
+    "dualpipe, both": piped("dualpipe", LIMITED, cp=2, tp=2),
+    "zbh1, both": {**piped("zbh1", SOFTMAX, cp=2, **CUT), "recompute": dict(mode="full")},
+}
+
+
+def test_every_job_is_a_legal_one() -> None:
+    assert not [(name, found) for name, item in AXES.items() for found in problems(layout_job(**item))]
+
+
+BY_RANKS = together(
+    [{"name": name} for name in AXES], lambda item: Layout.of(layout_job(**AXES[item["name"]]).layout).world
+)
+
+
+@pytest.mark.parametrize("items", BY_RANKS, ids=lambda items: ", ".join(item["name"] for item in items))
+def test_tensor_and_context_axes(items: list[dict[str, Any]]) -> None:
+    jobs = [layout_job(**AXES[item["name"]]) for item in items]
+    assert_all_right([(job, synthetic(job)) for job in jobs])
 
 
 @pytest.mark.parametrize("name", JOBS)

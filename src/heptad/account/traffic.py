@@ -10,6 +10,7 @@ are equal, phase by phase:
 | loss | sum of the losses, and whether a rank asks to stop | 16 (two fp64) |
 | forward, backward | the tensor axis's regions: `axes/tensor/cost.py` | the stream |
 | forward, backward | keys and values, or heads, of the context axis: `axes/context/cost.py` | K/V, or q, k, v |
+| forward, backward | what routers know of sequences that are cut: `routing.py` | counts, choices |
 | forward, backward | outputs of stages and their gradients: `axes/pipeline/cost.py` | the stream |
 | shared | gradients that are a part only on each tensor rank | norms, shared kv heads |
 | shared | gradients of what several stages hold | tied tables; DualPipe: all |
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from heptad.account import routing
 from heptad.axes.context import cost as context
 from heptad.axes.data import cost
 from heptad.axes.data.buckets import BucketSpec, part_width, plan_buckets, ranges_of, tiles_of, unit_uses
@@ -87,6 +89,7 @@ def step_traffic(
     found += tensor.traffic(units, specs, stream, runs, recompute)
     if layout.degree("cp") > 1:
         found += context.traffic(units, specs, context.Sizes.of(job, dtypes), runs, recompute)
+    found += routing.traffic(job, units, specs, runs, recompute)
     found += updates * cost.parts_traffic(held.buckets, held.cuts["dense"][0], layout.degree("tp"), reduce_bytes)
     widths = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes)
     uses = unit_uses(units, held.buckets, specs, held.share)

@@ -22,6 +22,7 @@ from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.shard import Holders, Owners
 from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
 from heptad.axes.expert.apply import cut_experts
+from heptad.axes.expert.sequences import cut_sequences
 from heptad.axes.pipeline.transport import Transport
 from heptad.axes.program import recomputed, stages_of, step_program
 from heptad.axes.tensor.apply import cut_model
@@ -31,6 +32,7 @@ from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
+from heptad.mesh.regions import Stream
 from heptad.models.batch import Batch
 from heptad.models.build import Model, build
 from heptad.models.cut import Cut, Family, Summed, family_cuts, family_of
@@ -70,7 +72,11 @@ class Parallel:
 def wanted_groups(zero: int, families: Sequence[Family] = ("dense",)) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
     of_family = [axes(zero, family) for family in families for axes in (shard_axes, replica_axes, holder_axes)]
-    return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",)]
+    return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",), ROUTED_AXES]
+
+
+ROUTED_AXES = ("cp", "tp")
+"""Ranks that route tokens of the same sequences."""
 
 
 def families_of(model: Model) -> tuple[Family, ...]:
@@ -127,6 +133,12 @@ def _experts(job: Job, mesh: Mesh, model: Model) -> None:
         cut_experts(model, mesh.neighbours("ep", inner), etp, across)
 
 
+def _routing(job: Job, mesh: Mesh, model: Model) -> None:
+    """What routers know of sequences that are cut, over context ranks and over tensor ranks."""
+    stream = Stream(mesh.group("tp"), job.layout.sequence_parallel)
+    cut_sequences(model, stream, mesh.group(*ROUTED_AXES))
+
+
 def _transport(job: Job, mesh: Mesh, engine: DataEngine, stages: Stages, dtype: torch.dtype) -> Transport:
     layout, width = job.layout, job.model.width
 
@@ -159,6 +171,7 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
     else:
         owners = _owners(job, mesh, model, stages)
         _context(job, mesh, model, policy)
+        _routing(job, mesh, model)
         seed, bucket_mb = job.train.seed, job.layout.bucket_mb
         engine = DataEngine(model, zero, owners, policy, device, bucket_mb, seed)
         if stages is not None:

@@ -28,7 +28,7 @@ def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
     yield from sizes(model)
     yield from _idle(model)
     yield from _carved(job.layout, model)
-    yield from _unbuilt(job, model)
+    yield from _layouts(job, model)
 
 
 def sizes(model: ModelSection) -> Iterator[Problem]:
@@ -134,24 +134,12 @@ def _degrees(rows: int, degree: int) -> str:
     return str(max(item for item in range(1, degree) if holds_rows(rows, item)))
 
 
-def _unbuilt(job: Job, model: ModelSection) -> Iterator[Problem]:
-    """Layouts in which these models do not run yet: refused where they are set, never read past."""
-    parts = {
-        "model.experts": model.experts is not None,
-        'attention_kind = "mla"': model.attention_kind == "mla",
-        "mtp_depth": model.mtp_depth > 0,
-    }
-    there = " and ".join(name for name, on in parts.items() if on)
-    if there:
-        for axis in ("tp", "cp"):
-            degree = getattr(job.layout, axis)
-            if degree > 1:
-                rule = f"not built yet with {there}: it arrives with the expert axis"
-                yield Problem(f"layout.{axis}", degree, rule, f"{axis} = 1")
-    if there and model.mtp_depth and job.layout.pp > 1 and job.layout.schedule == "pipedream":
+def _layouts(job: Job, model: ModelSection) -> Iterator[Problem]:
+    """Layouts in which further predictions have no meaning, or no token table of their own."""
+    if model.mtp_depth and job.layout.pp > 1 and job.layout.schedule == "pipedream":
         rule = "mtp_depth reads the token table on the last stage too, and pipedream would update it at two times"
         yield Problem("model.mtp_depth", model.mtp_depth, rule, 'mtp_depth = 0, or schedule = "1f1b"')
-    if there and model.mtp_depth and job.layout.engine == "fsdp2":
+    if model.mtp_depth and job.layout.engine == "fsdp2":
         rule = 'engine = "fsdp2" wraps each unit by itself, and mtp_depth reads the token table in the last one too'
         yield Problem("model.mtp_depth", model.mtp_depth, rule, 'engine = "heptad", or mtp_depth = 0')
 

@@ -86,9 +86,9 @@ class Batch:
         return torch.full((rows,), length, dtype=torch.int64, device=self.ids.device)
 
     def aimed(self, labels: Tensor, real: Tensor | None, lengths: Tensor | None = None) -> Batch:
-        """The same tokens with other targets, places that count and the mask there is."""
+        """The same tokens with other targets, places that count and the mask if it is made."""
         other = replace(self, labels=labels, real=real, lengths=lengths, further=())
-        object.__setattr__(other, "_mask", self.mask)
+        object.__setattr__(other, "_mask", self._mask)
         return other
 
 

@@ -6,7 +6,12 @@ of every head; beside that latent one key for all heads carries the rotary posit
 width, so values are padded with zeros and the output is cut again. YaRN's amplitude stands at the scores and not at the
 rotation, as in DeepSeek's code: (0.1 ln(factor) + 1)², on both parts of a head.
 
-The core is the same seam as in `attention.py`. Legend: B sequences, L tokens, D width, H heads.
+Latents are the stream's: each is made, and normalised, of the tokens that the stream has here, and what a tensor rank's
+heads read of all tokens is the latents, r + c + p features a token in place of D (`Stream`). Weights before them are
+whole on every rank, those behind are cut by heads.
+
+The core is the same seam as in `attention.py`. Legend: B sequences, L tokens, D width, H heads;
+r, c latents of queries and of keys and values, p features with position.
 Read next: `attention.py`, `rotary.py`, `spec.py` (its parameters).
 """
 
@@ -23,7 +28,7 @@ from heptad.config.schema import ModelSection
 from heptad.mesh.regions import SINGLE, Stream
 from heptad.models.attention import Core, MaskBias, flash_attention, linear_of, math_attention, norm_of
 from heptad.models.batch import Batch
-from heptad.models.columns import normed_columns
+from heptad.models.columns import columns, normed_columns
 from heptad.models.dropout import Dropout
 from heptad.models.parallel import RowLinear
 from heptad.models.rotary import Rotary, amplitude, rotate
@@ -70,17 +75,23 @@ class LatentAttention(nn.Module):
 
     def projected(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The stream x [B, L, D] -> q and k [B, H, L, nope + rope], v [B, H, L, value]."""
-        first = self.q if self.q_norm is None else self.q_a
-        q, latent = normed_columns(self.norm, x, (first, self.kv_a), self.stream, batch.ids.numel())
+        num_tokens = batch.ids.numel()
         if self.q_norm is not None and self.q_b is not None:
-            q = self.q_b(self.q_norm(q))
+            made, latent = normed_columns(self.norm, x, (self.q_a, self.kv_a), SINGLE, num_tokens)
+            (q,) = columns(self.q_norm(made), (self.q_b,), self.stream, num_tokens)
+        else:
+            y = self.norm(x)
+            (q,) = columns(y, (self.q,), self.stream, num_tokens)
+            latent = self.kv_a(y)
         q = q.view(*batch.ids.shape, -1, self.nope + self.rope)  # [B, L, H, nope + rope]
         latent, key = latent.split([self.rank, self.rope], dim=-1)
-        keys_values = self.kv_b(self.kv_norm(latent)).view(*batch.ids.shape, -1, self.nope + self.value)
+        (keys_values,) = columns(self.kv_norm(latent), (self.kv_b,), self.stream, num_tokens)
+        key = self.stream.enter(key, num_tokens).view(*batch.ids.shape, 1, self.rope)
+        keys_values = keys_values.view(*batch.ids.shape, -1, self.nope + self.value)
         k, v = keys_values.split([self.nope, self.value], dim=-1)
         q, turned = q.split([self.nope, self.rope], dim=-1)
         cos, sin = self.rotary.table(batch.positions, q.dtype)
-        turned, key = rotate(cos, sin, turned, key.unsqueeze(2))  # [B, L, H, rope], [B, L, 1, rope]
+        turned, key = rotate(cos, sin, turned, key)  # [B, L, H, rope], [B, L, 1, rope]
         q = torch.cat([q, turned], dim=-1)
         if self.score_scale != 1.0:
             q = q * self.score_scale

@@ -4,7 +4,9 @@ Depth k joins depth k-1's hidden state of position i with the embedding of token
 its own, and predicts token i+k+1 by the model's own head. It belongs to the last unit, which therefore reads the token
 table too; in training its losses are added to the main one, each times mtp_weight / mtp_depth. All are sums that the
 step divides by the number of *main* targets, as the paper's 1/T is. Positions whose token i+k lies in another document,
-or behind the row, predict nothing and are sent to no expert. Evaluation and text use the main prediction alone.
+or behind the row, predict nothing and are sent to no expert. Of a batch that is a part of its rows the tokens further
+on lie elsewhere, so the whole rows were shifted before they were cut (`Batch.further`). Evaluation and text use the
+main prediction alone.
 
 Source: DeepSeek-V3, arXiv 2412.19437, §2.2 (Gloeckle et al., arXiv 2404.19737). Read next: `decoder.py` (`Head`).
 """
@@ -40,6 +42,14 @@ class Prediction(nn.Module):
 
 
 def shifted(batch: Batch, depth: int) -> tuple[Tensor, Batch]:
+    """What depth `depth` of `batch` joins and predicts: of a part what was cut with it."""
+    if batch.context is not None:
+        return batch.further[depth - 1]
+    _ = batch.mask  # all depths have the same one
+    return further_on(batch, depth)
+
+
+def further_on(batch: Batch, depth: int) -> tuple[Tensor, Batch]:
     """The tokens `depth` places on [B, L] (anything where there is none), and the batch that depth predicts."""
     ids, labels = batch.ids.roll(-depth, 1), batch.labels.roll(-depth, 1)
     there = batch.documents == batch.documents.roll(-depth, 1)

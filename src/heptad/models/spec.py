@@ -181,6 +181,13 @@ def _linear(
     return specs + (_bias(name, out) if bias else [])
 
 
+def _stream_linear(
+    section: ModelSection, name: str, out: tuple[str, int], into: tuple[str, int], bias: bool
+) -> list[ParamSpec]:
+    """Whole on every rank, for the tokens that the stream has there."""
+    return [replace(spec, stream=True) for spec in _linear(section, name, out, into, bias)]
+
+
 def _row_linear(
     section: ModelSection, name: str, out: tuple[str, int], into: tuple[str, int], bias: bool
 ) -> list[ParamSpec]:
@@ -195,7 +202,7 @@ def _bias(name: str, out: tuple[str, int]) -> list[ParamSpec]:
 
 
 def _norm(section: ModelSection, name: str, dim: str, size: int) -> list[ParamSpec]:
-    stream = dim == "width"
+    stream = dim in ("width", "q_latent", "kv_latent")
     specs = [ParamSpec(f"{name}.weight", (size,), (dim,), "norm", Init("constant", 1.0), stream=stream)]
     if section.norm == "layer":
         specs.append(ParamSpec(f"{name}.bias", (size,), (dim,), "bias", Init("constant", 0.0), stream=stream))
@@ -222,13 +229,13 @@ def _prediction(section: ModelSection, name: str) -> list[ParamSpec]:
     """One depth of multi-token prediction: two norms, what joins them, a block, the norm before the shared head."""
     width = ("width", section.width)
     specs = _norm(section, f"{name}.stream_norm", *width) + _norm(section, f"{name}.token_norm", *width)
-    specs += _linear(section, f"{name}.join", width, ("joined", 2 * section.width), bias=False)
+    specs += _stream_linear(section, f"{name}.join", width, ("joined", 2 * section.width), bias=False)
     specs += _block(section, f"{name}.block", section.experts is not None)
     return specs + _norm(section, f"{name}.norm", *width)
 
 
 def _latent(section: ModelSection, name: str) -> list[ParamSpec]:
-    """Multi-head latent attention; what a latent is normalised by is whole on every rank."""
+    """Multi-head latent attention; what makes and normalises a latent is whole on every rank."""
     nope, rope, value = section.qk_nope_head_dim, section.qk_rope_head_dim, section.v_head_dim
     q_rank, kv_rank = section.q_lora_rank, section.kv_lora_rank
     assert nope is not None and rope is not None and value is not None and kv_rank is not None
@@ -237,8 +244,8 @@ def _latent(section: ModelSection, name: str) -> list[ParamSpec]:
     if q_rank is None:
         specs += _linear(section, f"{name}.q", queries, width, section.qkv_bias)
     else:
-        specs += _linear(section, f"{name}.q_a", ("q_latent", q_rank), width, section.qkv_bias)
-    specs += _linear(section, f"{name}.kv_a", ("kv_latent", kv_rank + rope), width, section.qkv_bias)
+        specs += _stream_linear(section, f"{name}.q_a", ("q_latent", q_rank), width, section.qkv_bias)
+    specs += _stream_linear(section, f"{name}.kv_a", ("kv_latent", kv_rank + rope), width, section.qkv_bias)
     if q_rank is not None:
         specs += _norm(section, f"{name}.q_norm", "q_latent", q_rank)
         specs += _linear(section, f"{name}.q_b", queries, ("q_latent", q_rank), bias=False)

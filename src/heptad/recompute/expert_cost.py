@@ -16,7 +16,7 @@ head without and with position, v of a value; s statistics of a norm.
 | scores | N·E·w | softmax or sigmoid |
 | choices | N·K·8, twice | gather of scores; order of rows |
 | gate weights | N·K·w; normalised: twice, and N·w | product with the experts' outputs; the quotient |
-| router losses | balance: N + 8·B + B·E·w, deepseek N·w more; z: N·E·w + N·w, and N + 8·B once | as they say |
+| router losses | balance: B·E·w, deepseek N·w more; z: N·E·w + N·w; either: B·N·w + 8·B | as they say |
 | expert rows, expert outputs | R·D·e each | weight gradients of gate and up; those of the gate weights |
 | expert gate up | 2·R·I·e (plain: R·I·e) | the activation, formed again |
 | shared gate up, shared down input | 2·N·S·e (plain: N·S·e), N·S·e | as of an MLP |
@@ -75,7 +75,7 @@ def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
     parts = 2 if section.mlp == "gated" else 1
     stream, shared = number * section.width * element, section.shared_experts * inner
     balance = section.balance_loss if section.router == "deepseek" else section.aux_loss
-    losses = (number + CHOICE_BYTES * tokens.batch) * bool(balance or section.z_loss)
+    losses = (number * wide + CHOICE_BYTES) * tokens.batch * bool(balance or section.z_loss)
     if balance:
         losses += tokens.batch * section.experts * wide + number * wide * (section.router == "deepseek")
     if section.z_loss:

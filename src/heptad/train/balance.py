@@ -2,10 +2,10 @@
 
 Each training forward writes down how many tokens chose each expert (`models/router.py`); after the step's update these
 counts are summed over all ranks (one all-reduce, phase "router", of an int64 for each expert of each block with a bias,
-of the whole model: ranks of a pipeline add zeros for blocks that run elsewhere, tensor ranks count once), and the bias
-of an expert above the mean falls, below it rises, by `bias_update_speed`: DeepSeek-V3, arXiv 2412.19437, §2.1.2. A step
-that makes no update moves none. The bias is state, not a parameter: fp32 (fp64 in a float64 run), whole on every rank
-that runs its block, saved with the weights. Read next: `step.py`, `state.py`.
+of the whole model: ranks of a pipeline add zeros for blocks that run elsewhere, and each token is routed by one rank),
+and the bias of an expert above the mean falls, below it rises, by `bias_update_speed`: DeepSeek-V3, arXiv 2412.19437,
+§2.1.2. A step that makes no update moves none. The bias is state, not a parameter: fp32 (fp64 in a float64 run), whole
+on every rank that runs its block, saved with the weights. Read next: `step.py`, `state.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def moved(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
 
 
 class Balance:
-    """The biases of one rank. here: units that it runs; counts: whether its tokens are part of the sum."""
+    """The biases of one rank. here: units that it runs."""
 
-    def __init__(self, model: Model, units: frozenset[int], group: Group, counts: bool) -> None:
-        self.routers, self.group, self.counts = biased(model), group, counts
+    def __init__(self, model: Model, units: frozenset[int], group: Group) -> None:
+        self.routers, self.group = biased(model), group
         own = {id(module) for unit in units for module in model.units[unit].modules()}
         self.here = {name: router for name, router in self.routers.items() if id(router) in own}
 
@@ -48,7 +48,6 @@ class Balance:
         """After the step's update, if it made one. Collective."""
         if updated and self.routers:
             loads = torch.stack([summed(router) for router in self.routers.values()])  # [routers, E]
-            loads = loads if self.counts else torch.zeros_like(loads)
             all_reduce(loads.view(-1), self.group, "router").wait()
             for router, counts in zip(self.routers.values(), loads, strict=True):
                 assert router.bias is not None

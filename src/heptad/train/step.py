@@ -108,7 +108,7 @@ class Trainer:
         self.pipeline = self.mesh.group("pp")
         stages, model = self.parallel.stages, self.parallel.model
         held = frozenset(range(len(model.units)) if stages is None else stages.held(coords["pp"]))
-        self.balance = Balance(model, held, self.loss_group, self.counts)
+        self.balance = Balance(model, held, self.loss_group)
         self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
         self.program = self.parallel.program(microbatches_of(job))
         self.result: StepResult | None = None
@@ -159,7 +159,8 @@ class Trainer:
     def own(self, batches: Sequence[Batch]) -> list[Batch]:
         """This rank's tokens of whole micro-batches, on its device."""
         place, layout = self.mesh.layout.coords(self.rank)["cp"], self.job.layout
-        return [take(batch, layout, place).to(self.device) for batch in batches]
+        depths = self.job.model.mtp_depth if self.job.model.class_ is None else 0
+        return [take(batch, layout, place, depths).to(self.device) for batch in batches]
 
     def pieces(self) -> list[Piece]:
         """All that an update changes: this rank's weights (under the parameter's name) and optimizer state."""

@@ -22,6 +22,7 @@ from heptad.models.attention import Attention
 from heptad.models.batch import Batch
 from heptad.models.build import Model
 from heptad.models.dropout import Dropout
+from heptad.models.mla import LatentAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +61,7 @@ def cut_attention(
     """Set core attention of every block of `model`. Before what wraps it (recompute)."""
     core = Core(ring, ulysses, gathers, section.window, kernels)
     for module in model.module.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             module.core = core
+        if isinstance(module, LatentAttention):  # keys and values travel in one buffer
+            module.padding = module.nope + module.rope - module.value

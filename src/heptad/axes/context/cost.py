@@ -1,8 +1,8 @@
 """What the context axis sends in a step, from the job's facts alone. Pure, no torch.
 
-Only the core of attention sends, so each block does, once a micro-batch and once more where it is recomputed. With n
-tokens of a row on a rank, n·U on a ring rank; H and K query and kv heads of the tensor rank; e bytes of an element,
-w = max(e, 4) of what is accumulated:
+Only the core of attention sends, so each block does, those that predict further tokens too, once a micro-batch and once
+more where it is recomputed. With n tokens of a row on a rank, n·U on a ring rank; H and K query and kv heads of the
+tensor rank; e bytes of an element, w = max(e, 4) of what is accumulated:
 
 | core | forward | backward |
 |---|---|---|
@@ -11,7 +11,8 @@ w = max(e, 4) of what is accumulated:
 | gather | all-gather of 2·B·n·C·K·d·e | the same, and a reduce-scatter of 2·B·n·C·K·d·w |
 
 K″ is K where U divides it; else kv heads are sent as often as ranks need them, as few as make U equal parts:
-K″ = H / gcd(H/K, H/U). A ring of ranks that deal heads has K' = K″/U kv heads. A hop's buffer travels on, seen or not,
+K″ = H / gcd(H/K, H/U). Latent attention has K = H heads of nope + rope features, values padded.
+A ring of ranks that deal heads has K' = K″/U kv heads. A hop's buffer travels on, seen or not,
 so documents and windows change nothing here. A backward is all or nothing: it runs when a query, key or value has a
 gradient. Sources: FIELD.md; ring attention, arXiv 2310.01889; Ulysses, arXiv 2309.14509; all-gather, arXiv 2407.21783
 §3.3.2. Read next: `ring.py`, `ulysses.py`, `gather.py`, `account/traffic.py`.
@@ -126,16 +127,37 @@ def traffic(
     for index, unit in enumerate(units):
         before, alive = alive, alive or _any(trained, unit.name)
         if unit.kind == "block":
-            found += _times(sizes.forward(), "forward", runs[index])
-            if index in again and alive:
-                found += _times(sizes.forward(), "backward", runs[index])
-            if before or any(_any(trained, f"{unit.name}.attention.{part}") for part in ENTERS):
-                found += _times(sizes.backward(), "backward", runs[index])
+            found += _block(sizes, trained, unit.name, before, index in again and alive, runs[index])
+        elif unit.kind == "head":
+            alive = before
+            for name in predictions(specs):
+                parts = (f"{name}.{part}" for part in ("stream_norm", "token_norm", "join"))
+                alive = alive or TOKENS in trained or any(_any(trained, part) for part in parts)
+                found += _block(sizes, trained, f"{name}.block", alive, False, runs[index])
+                alive = alive or _any(trained, f"{name}.block")
     return found
 
 
-ENTERS = ("norm", "q", "k", "v", "q_norm", "k_norm")
+def predictions(specs: Sequence[ParamSpec]) -> list[str]:
+    """The depths of multi-token prediction, each with a block of its own."""
+    end = ".join.weight"
+    return [spec.name.removesuffix(end) for spec in specs if spec.name.endswith(end)]
+
+
+def _block(sizes: Sizes, trained: set[str], name: str, before: bool, again: bool, runs: int) -> list[Transfer]:
+    """before: its input has a gradient; again: its forward runs again in the backward."""
+    found = _times(sizes.forward(), "forward", runs)
+    if again:
+        found += _times(sizes.forward(), "backward", runs)
+    if before or any(_any(trained, f"{name}.attention.{part}") for part in ENTERS):
+        found += _times(sizes.backward(), "backward", runs)
+    return found
+
+
+ENTERS = ("norm", "q", "k", "v", "q_norm", "k_norm", "q_a", "q_b", "kv_a", "kv_norm", "kv_b")
 """Modules of attention before its core."""
+
+TOKENS = "embed.tokens.weight"
 
 
 def _any(trained: set[str], prefix: str) -> bool:

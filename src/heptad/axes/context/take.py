@@ -2,11 +2,14 @@
 
 Every context rank reads the same batch and cuts it alike, by one placement; nothing is sent. Labels were shifted on the
 whole rows before (C-026), so a target across an edge stays. What fills up a row (`split.py`) has id 0, no label and the
-token number -1. The way back is a gather of equal parts and the inverse of the same permutation (C-031).
-Read next: `split.py`, `models/batch.py`, `train/step.py`.
+token number -1, and is not real. What depth k of multi-token prediction joins and predicts is shifted on the whole rows
+too, and cut alike. The way back is a gather of equal parts and the inverse of the same permutation (C-031). Read next:
+`split.py`, `models/batch.py`, `train/step.py`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,16 +19,16 @@ from heptad.config.context import degrees
 from heptad.config.schema import LayoutSection
 from heptad.mesh.collectives import Group, all_gather
 from heptad.models.batch import IGNORED, Batch
+from heptad.models.mtp import further_on
 from heptad.models.placement import Placement
 
 PADDING = -1
 """Token number of what fills up a row."""
 
 
-def take(batch: Batch, layout: LayoutSection, rank: int) -> Batch:
-    """What rank `rank` of the context axis holds of `batch` [B, L]: a batch [B, ⌈L/C⌉] without a mask.
-
-    One rank: `batch` itself.
+def take(batch: Batch, layout: LayoutSection, rank: int, depths: int = 0) -> Batch:
+    """What rank `rank` of the context axis holds of `batch` [B, L]: a batch [B, ⌈L/C⌉] without a mask, with `further`
+    ones for `depths` depths of multi-token prediction. One rank: `batch` itself.
     """
     if layout.cp == 1:
         return batch
@@ -37,7 +40,7 @@ def take(batch: Batch, layout: LayoutSection, rank: int) -> Batch:
     missing = index.shape[1] - batch.ids.shape[1]
     own_document = batch.documents.max() + 1
     numbers = _filled(batch.index, missing, PADDING).gather(1, index)
-    return Batch(
+    part = Batch(
         ids=_filled(batch.ids, missing, 0).gather(1, mine),
         labels=_filled(batch.labels, missing, IGNORED).gather(1, mine),
         positions=_counted(batch.positions, missing).gather(1, mine),
@@ -47,7 +50,25 @@ def take(batch: Batch, layout: LayoutSection, rank: int) -> Batch:
         mixed=False,
         context=placement,
         numbers=numbers,
+        real=_real(batch, missing, mine),
+        lengths=batch.num_real(),
     )
+    return replace(part, further=tuple(_further(batch, depth, missing, mine, part) for depth in range(1, depths + 1)))
+
+
+def _further(batch: Batch, depth: int, missing: int, mine: Tensor, part: Batch) -> tuple[Tensor, Batch]:
+    """Of the places `mine` of padded rows: the tokens that this depth joins, and the batch it predicts."""
+    ids, other = further_on(batch, depth)
+    labels = _filled(other.labels, missing, IGNORED).gather(1, mine)
+    return _filled(ids, missing, 0).gather(1, mine), part.aimed(labels, _real(other, missing, mine), other.num_real())
+
+
+def _real(batch: Batch, missing: int, mine: Tensor) -> Tensor | None:
+    """Which of the places `mine` of padded rows are real; None: all of every rank's."""
+    if batch.real is None and not missing:
+        return None
+    real = torch.ones_like(batch.ids, dtype=torch.bool) if batch.real is None else batch.real
+    return _filled(real, missing, False).gather(1, mine)
 
 
 def _filled(tensor: Tensor, missing: int, value: int | Tensor) -> Tensor:

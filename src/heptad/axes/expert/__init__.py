@@ -29,6 +29,9 @@ autograd functions, so what runs between them in the forward runs between them i
 take part in everything. Sums run in a fixed order: of a token in the order of its choices, of an expert's gradient in
 the order of source ranks.
 
+What a router's losses and drops need of a sequence that several ranks hold is summed and gathered over its context and
+tensor ranks: `sequences.py`.
+
 Read `transfer.py`, then `dispatch.py`, `two_level.py`, `apply.py`, `cost.py`; the experts and the router themselves are
 `models/experts.py`, `models/router.py`.
 

@@ -16,7 +16,10 @@ from heptad.models.attention import Attention
 from heptad.models.build import Model
 from heptad.models.cut import Cut
 from heptad.models.decoder import Decoder, Head
+from heptad.models.mla import LatentAttention
 from heptad.models.parallel import RowLinear, TokenTable
+
+TOKENS = "embed.tokens.weight"
 
 
 def cut_model(model: Model, group: Group, sequence: bool, keep: bool, cuts: dict[str, Cut]) -> None:
@@ -36,13 +39,17 @@ def _localise(name: str, module: nn.Module, group: Group, cuts: dict[str, Cut]) 
     if isinstance(module, RowLinear):
         module.adds_bias = group.index == 0
     elif isinstance(module, TokenTable):
-        module.first = _first_row(cuts[f"{name}.weight"])
+        weight = f"{name}.weight"  # a prediction's table is the model's own
+        module.first = _first_row(cuts[weight if weight in cuts else TOKENS])
     elif isinstance(module, Attention) and module.dropout is not None:
         first_head = _first_row(cuts[f"{name}.q.weight"]) // module.head_dim
         module.dropout = replace(module.dropout, first_head=first_head)
+    elif isinstance(module, LatentAttention) and module.dropout is not None:
+        first_head = _first_row(cuts[f"{name}.kv_b.weight"]) // (module.nope + module.value)
+        module.dropout = replace(module.dropout, first_head=first_head)
     elif isinstance(module, Head):
         weight = f"{name}.out.weight"
-        own = cuts[weight if weight in cuts else "embed.tokens.weight"]
+        own = cuts[weight if weight in cuts else TOKENS]
         module.vocabulary = range(_first_row(own), own.stop // own.spec.shape[1])
 
 
