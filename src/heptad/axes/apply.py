@@ -72,7 +72,7 @@ class Parallel:
 def wanted_groups(zero: int, families: Sequence[Family] = ("dense",)) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
     of_family = [axes(zero, family) for family in families for axes in (shard_axes, replica_axes, holder_axes)]
-    return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",), ROUTED_AXES]
+    return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",), *([ROUTED_AXES] if "expert" in families else [])]
 
 
 ROUTED_AXES = ("cp", "tp")
@@ -135,6 +135,8 @@ def _experts(job: Job, mesh: Mesh, model: Model) -> None:
 
 def _routing(job: Job, mesh: Mesh, model: Model) -> None:
     """What routers know of sequences that are cut, over context ranks and over tensor ranks."""
+    if "expert" not in families_of(model):
+        return
     stream = Stream(mesh.group("tp"), job.layout.sequence_parallel)
     cut_sequences(model, stream, mesh.group(*ROUTED_AXES))
 
