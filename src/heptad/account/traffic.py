@@ -11,6 +11,7 @@ are equal, phase by phase:
 | forward, backward | the tensor axis's regions: `axes/tensor/cost.py` | the stream |
 | forward, backward | keys and values, or heads, of the context axis: `axes/context/cost.py` | K/V, or q, k, v |
 | forward, backward | what routers know of sequences that are cut: `routing.py` | counts, choices |
+| forward, backward | rows to experts and back, given the routing or expected: `axes/expert/cost.py` | rows |
 | forward, backward | outputs of stages and their gradients: `axes/pipeline/cost.py` | the stream |
 | shared | gradients that are a part only on each tensor rank | norms, shared kv heads |
 | shared | gradients of what several stages hold | tied tables; DualPipe: all |
@@ -33,6 +34,9 @@ from heptad.axes.context import cost as context
 from heptad.axes.data import cost
 from heptad.axes.data.buckets import BucketSpec, part_width, plan_buckets, ranges_of, tiles_of, unit_uses
 from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, reductions, shard_counts
+from heptad.axes.expert import cost as expert
+from heptad.axes.expert.flow import Routed
+from heptad.axes.expert.flow import Sizes as ExpertSizes
 from heptad.axes.pipeline import cost as pipeline
 from heptad.axes.program import microbatches_of, stages_of
 from heptad.axes.tensor import cost as tensor
@@ -63,12 +67,14 @@ def step_traffic(
     device_type: str = "cpu",
     place: int = 0,
     without_target: int = 0,
+    routed: Routed | None = None,
 ) -> list[Transfer]:
     """Every transfer of one rank in one applied step of a resolved job.
 
     units, specs: of the whole model. recompute: what runs forward again. place: the rank's along the pipeline, on which
     what it sends depends; along the other axes all ranks send as much. without_target: micro-batches, over all data
-    ranks, that have no target (only of an asynchronous pipeline does it matter).
+    ranks, that have no target (only of an asynchronous pipeline does it matter). routed: where tokens went, on which
+    what a rank sends to experts depends; None: expected, of even choices.
     """
     layout, zero = Layout.of(job.layout), job.layout.zero
     ranks = cost.families(layout, zero)
@@ -87,6 +93,7 @@ def step_traffic(
     runs = (microbatches,) * len(units) if stages is None else pipeline.unit_runs(stages, place)
     stream = _stream(job, dtypes)
     found += tensor.traffic(units, specs, stream, runs, recompute)
+    found += _to_experts(job, units, specs, dtypes, runs, recompute, routed)
     if layout.degree("cp") > 1:
         found += context.traffic(units, specs, context.Sizes.of(job, dtypes), runs, recompute)
     found += routing.traffic(job, units, specs, runs, recompute)
@@ -193,6 +200,26 @@ def once_a_step(layout: Layout, counts: int = 1) -> list[Transfer]:
         return []
     sizes = (("count", counts * COUNT_BYTES), ("loss", LOSS_BYTES))
     return [Transfer("all_reduce", axis, phase, sent_bytes("all_reduce", size, num_ranks)) for phase, size in sizes]
+
+
+def _to_experts(
+    job: Job,
+    units: Sequence[UnitSpec],
+    specs: Sequence[ParamSpec],
+    dtypes: Dtypes,
+    runs: Sequence[int],
+    recompute: Segments,
+    routed: Routed | None,
+) -> list[Transfer]:
+    """The expert axis."""
+    layout = job.layout
+    if layout.ep * layout.etp == 1:
+        return []
+    sizes = ExpertSizes.of(job, dtypes)
+    if routed is not None:
+        return expert.traffic(units, specs, sizes, routed, recompute)
+    tokens = -(-job.train.micro_batch * -(-job.data.seq_len // layout.cp) // layout.tp)
+    return expert.expected_traffic(units, specs, sizes, tokens, runs, recompute)
 
 
 def _loads(job: Job) -> list[Transfer]:

@@ -109,7 +109,7 @@ def all_gather(full: Tensor, shard: Tensor, group: Group, phase: str) -> Work:
     assert full.ndim == shard.ndim == 1 and full.numel() == group.size * shard.numel(), (full.shape, shard.shape)
     _record("all_gather", group, phase, full.nbytes)
     if group.pg is not None and not group.point_to_point:
-        return Work([dist.all_gather_into_tensor(full, shard, group=group.pg, async_op=True)], keep=shard)
+        return Work([dist.all_gather_single(full, shard, group=group.pg, async_op=True)], keep=shard)
     slices = full.view(group.size, -1)
     if full.untyped_storage()._cdata != shard.untyped_storage()._cdata:
         slices[group.index].copy_(shard)
@@ -133,7 +133,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group, phase: str, accumu
         return Work(finish=lambda: _ordered_sum(shard, [slices[0]], accumulate))
     if not group.point_to_point:
         out = torch.empty_like(slices[0])
-        handle = dist.reduce_scatter_tensor(out, full, group=group.pg, async_op=True)
+        handle = dist.reduce_scatter_single(out, full, group=group.pg, async_op=True)
         return Work([handle], [handle], lambda: _ordered_sum(shard, [out], accumulate), keep=full)
     tag = group.tag()
     staging = torch.empty_like(full[: (group.size - 1) * shard.numel()]).view(group.size - 1, -1)

@@ -34,8 +34,10 @@ import torch
 from torch import Tensor
 
 from heptad.account.traffic import step_traffic
+from heptad.axes.expert.flow import Routed
 from heptad.axes.program import microbatches_of, recomputed, stages_of
 from heptad.config.schema import Job
+from heptad.mesh.layout import BLOCK, Layout
 from heptad.mesh.piece import Piece
 from heptad.trace import total
 from heptad.verify.ranks import RankReport, pieces_of
@@ -136,25 +138,34 @@ Counts = dict[tuple[str, str, str], tuple[int, int]]
 """(axis, op, phase) -> (count, bytes)."""
 
 
-def predicted_traffic(job: Job, reference: Reference, place: int = 0, without_target: int = 0) -> Counts:
-    """What one rank at `place` along the pipeline sends in one step; without_target: see `step_traffic`."""
+def predicted_traffic(
+    job: Job, reference: Reference, place: int = 0, without_target: int = 0, routed: Routed | None = None
+) -> Counts:
+    """What one rank at `place` along the pipeline sends in one step; without_target, routed: see `step_traffic`."""
     units = reference.model.unit_specs
     again = recomputed(job, units, stages_of(job, units))
-    return total(step_traffic(job, units, reference.specs, again, place=place, without_target=without_target))
+    found = step_traffic(job, units, reference.specs, again, place=place, without_target=without_target, routed=routed)
+    return total(found)
 
 
 def _traffic(job: Job, reference: Reference, reports: Sequence[RankReport]) -> tuple[Counts, Counts, bool]:
     """Predicted and counted of one rank and step, and whether they are the same on all: the first that differs is
     shown, else the last rank's last step."""
 
+    layout, spread = Layout.of(job.layout), job.layout.ep * job.layout.etp > 1
+
     @cache
-    def at(place: int, updates: int) -> Counts:
-        return predicted_traffic(job, reference, place, microbatches_of(job) - updates if updates else 0)
+    def at(place: int, updates: int, rank: int, step: int) -> Counts:
+        routed = None
+        if spread:
+            block = sorted(layout.group_of(rank, BLOCK))
+            routed = Routed(block.index(rank), [reports[other].steps[step].choices for other in block])
+        return predicted_traffic(job, reference, place, microbatches_of(job) - updates if updates else 0, routed)
 
     both = [
-        (at(report.coords["pp"], len(step.updates)), total(step.transfers))
-        for report in reports
-        for step in report.steps
+        (at(report.coords["pp"], len(step.updates), *((rank, number) if spread else (0, 0))), total(step.transfers))
+        for rank, report in enumerate(reports)
+        for number, step in enumerate(report.steps)
     ]
     differ = [pair for pair in both if pair[0] != pair[1]]
     return *(differ or both[-1:])[0], not differ

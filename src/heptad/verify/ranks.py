@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from heptad.axes.context.take import PADDING
+from heptad.axes.expert.flow import Chosen
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.loader.loader import Loader
@@ -25,6 +26,7 @@ from heptad.mesh.layout import Layout
 from heptad.mesh.piece import Piece
 from heptad.mesh.regions import Stream
 from heptad.models.batch import Batch
+from heptad.models.router import routers
 from heptad.models.taps import GradSink, Tape
 from heptad.trace import Transfer
 from heptad.train.step import LossSum, StepResult, Trainer
@@ -37,7 +39,8 @@ from heptad.verify.reference import fingerprint
 class RankStep:
     """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here, of the
     last one the loss itself; of the units that ran here, all of them without a pipeline. grads: at the step's end;
-    updates: of each update inside it."""
+    updates: of each update inside it. choices: router -> micro-batch -> where the tokens here went, with an expert
+    axis."""
 
     result: StepResult
     grads: list[Piece]
@@ -45,6 +48,7 @@ class RankStep:
     params: list[Piece]
     outputs: list[dict[int, float]]
     transfers: list[Transfer]
+    choices: dict[str, dict[int, Chosen]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Watched(Trainer):
         self.updates: list[list[Piece]] = []
         self.outputs: dict[int, dict[int, float]] = {}
         self.stream = Stream(self.mesh.group("tp"), job.layout.sequence_parallel)
+        spread = job.layout.ep * job.layout.etp > 1
+        self.routers = routers(self.parallel.model.module) if spread else {}
         self._forward = self.parallel.executor.forward
         setattr(self.parallel.executor, "forward", self._seen)  # noqa: B010
         if self.stale is not None:
@@ -113,11 +119,28 @@ class Watched(Trainer):
         """Run one step."""
         self.outputs.clear()
         self.updates.clear()
+        for router in self.routers.values():
+            router.choices = {}
         self.mesh.ledger.reset()
         result = self.step(step, batches, count_library=True)
         params = [shard.piece(shard.master.clone()) for shard in self.engine.shards] + self.balance.pieces()
         outputs = [self.outputs.get(_first(batch), {}) for batch in batches]
-        return RankStep(result, self.grads, list(self.updates), params, outputs, self.mesh.ledger.transfers())
+        transfers = self.mesh.ledger.transfers()
+        return RankStep(result, self.grads, list(self.updates), params, outputs, transfers, self._choices())
+
+    def _choices(self) -> dict[str, dict[int, Chosen]]:
+        """By router and by the number of the micro-batch on this rank."""
+        numbers = {id(each.ids): at for at, part in enumerate(self._parts) for each in _with_further(part)}
+        return {
+            name: {numbers[key]: chosen.numpy() for key, chosen in router.choices.items()}
+            for name, router in self.routers.items()
+            if router.choices
+        }
+
+
+def _with_further(batch: Batch) -> list[Batch]:
+    """The batch, and what its further predictions read."""
+    return [batch, *(further for _, further in batch.further)]
 
 
 def _first(batch: Batch) -> int:

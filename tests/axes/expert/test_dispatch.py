@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.axes.expert.ranks import DEEPSEEK, SOFTMAX, Case, several
+from tests.axes.expert.ranks import DEEPSEEK, SOFTMAX, Case, Found, several
 
+from heptad.axes.expert.cost import Wanted, backward, forward
+from heptad.axes.expert.flow import Rows, Sizes, flow_of
 from heptad.launch.forked import forked
+from heptad.trace import total
 
 CAPACITY = (("capacity_factor", 0.6),)
 NOBODY = (((9, 4), 0), ((5,), 5))  # every other rank has no token that is routed
@@ -51,11 +56,29 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_outputs_and_every_gradient_are_one_devices(world: int) -> None:
+def test_outputs_gradients_and_traffic_are_those_of_one_device_and_of_the_formulas(world: int) -> None:
     names = list(CASES[world])
-    for rank, found in enumerate(forked(world, several, [CASES[world][name] for name in names])):
-        for name, one in zip(names, found, strict=True):
+    ranks = forked(world, several, [CASES[world][name] for name in names])
+    for at, name in enumerate(names):
+        found = [rank[at] for rank in ranks]
+        for rank, one in enumerate(found):
             assert max(one.errors.values()) <= 1e-12, (name, rank, one.errors)
+        assert_predicted(CASES[world][name], found)
+
+
+def assert_predicted(case: Case, found: list[Found]) -> None:
+    """Every rank sent what follows from the choices of all."""
+    section = case.model
+    assert section.experts is not None
+    inside = case.inner if case.inner > 1 else case.ep
+    sizes = Sizes(
+        case.world, case.ep, case.etp, inside, section.experts, section.experts_per_token, section.width, 8, 8
+    )
+    flow = flow_of(sizes, [one.choices.numpy() for one in found])
+    for rank, one in enumerate(found):
+        rows = Rows.of(sizes, flow, rank)
+        sent = forward(sizes, rows) + backward(sizes, rows, Wanted(True, True, True))
+        assert total(replace(item, phase="") for item in one.transfers) == total(sent), (case, rank)
 
 
 def test_c_087_a_rank_whose_experts_nobody_chose_has_gradients_of_zero() -> None:
