@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")  # as pyproject.toml: ranks are forked
-TESTED = {"collectives.py", "context.py", "custom_model.py", "data.py", "pipeline.py", "tensor.py"}
+TESTED = {"collectives.py", "context.py", "custom_model.py", "data.py", "pipeline.py", "placement.py", "tensor.py"}
 AXES = ("context.py", "data.py", "pipeline.py", "tensor.py")
 
 
@@ -107,6 +107,14 @@ def test_pipeline_shows_each_rank_and_one_loss_under_every_schedule() -> None:
     messages = [[int(n) for n in re.findall(r"sends +(\d+) × send ", part)] for part in schedules]
     assert list(map(sum, messages)) == [8, 8, 24, 16, 8]  # M boundaries crossed, up and down; V cuts 2V - 1 times
     assert [part.count("× all_reduce (shared)") for part in schedules] == [0, 0, 0, 0, 2]
+
+
+def test_placement_shows_every_rank_before_and_after() -> None:
+    out = _run("placement.py", "--experts", "12", "--ranks", "4", "--slots", "4", "--nodes", "2", "--groups", "4")
+    before, after = (float(found) for found in re.findall(r"has ([\d.]+) times the mean", out))
+    assert after < before and len(re.findall(r"^  rank +\d+ ", out, re.MULTILINE)) == 12
+    held = [list(map(int, row.split())) for row in re.findall(r"holds ([\d ]+)$", out, re.MULTILINE)]
+    assert {expert for row in held for expert in row} == set(range(12)) and {len(row) for row in held} == {4}
 
 
 def test_a_custom_model_trains_on_two_ranks(tmp_path: Path) -> None:
