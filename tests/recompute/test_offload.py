@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from heptad.cli.job import ready
 from heptad.config.schema import ModelSection
 from heptad.errors import ConfigError
 from heptad.launch.forked import forked
@@ -188,3 +189,13 @@ def test_units_that_keep_their_output_and_weights_without_taps_stay_right(recomp
 def test_offload_that_would_move_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"offload\.activations[\s\S]*no effect"):
         Trainer(job_of({}, "cpu", layers=1), 0, CPU)
+
+
+def test_a_verb_refuses_it_before_any_process_starts() -> None:
+    ready("debug", ["offload.activations=cpu"])
+    for sets, why in (
+        (["model.layers=1", "layout.zero=2", "layout.prefetch=2"], "no effect: with prefetch = 2"),
+        (["layout.engine=fsdp2"], "fsdp2"),
+    ):
+        with pytest.raises(ConfigError, match=rf"offload\.activations[\s\S]*{why}"):
+            ready("debug", ["offload.activations=cpu", *sets])

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heptad.axes.data.stages import data_rule
+from heptad.axes.data.buckets import plan_buckets, unit_uses
+from heptad.axes.data.stages import data_rule, shard_counts
 from heptad.axes.pipeline.balance import balanced, from_sizes, unit_costs
 from heptad.axes.pipeline.generate import claimed_live, generate
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
-from heptad.models.spec import UnitSpec
+from heptad.models.cut import family_cuts, local_specs
+from heptad.models.share import shares
+from heptad.models.spec import ParamSpec, UnitSpec, param_specs, unit_specs
+from heptad.precision.dtypes import dtypes_of
 from heptad.recompute.policy import check_moves, segments
 from heptad.schedule.action import Action, Kind, Program, Segments, UnitUse, forward_only, gradient_accumulation
 from heptad.schedule.check import check
 from heptad.schedule.expand import Stages, Work, evaluation, expand
 from heptad.schedule.lower import lower
 from heptad.schedule.pipeline_check import check_schedule
+from heptad.units import BYTES_PER_ELEMENT
 
 
 def microbatches_of(job: Job) -> int:
@@ -67,6 +72,27 @@ def step_program(
         check_moves((*program, *_moves_elsewhere(program, uses, job, recompute, stages)), job.layout)
     check(program, uses, rule, recompute if train else (), work=None if stages is None else work.pairs)
     return program
+
+
+def programs_of(job: Job, units: Sequence[UnitSpec], specs: Sequence[ParamSpec]) -> tuple[Stages | None, list[Program]]:
+    """The stages, and the checked program of each rank of the pipeline, without a process group. Raises ConfigError."""
+    stages, layout = stages_of(job, units), job.layout
+    held, counts = family_cuts(specs, job.model, layout), shard_counts(Layout.of(layout), layout.zero)
+    reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, "cpu").reduce]
+    recompute, programs = recomputed(job, units, stages), []
+    every = [range(len(units))] if stages is None else stages.held_by_all()
+    for place, share in enumerate(shares(every, units, specs)):
+        buckets = plan_buckets(units, local_specs(held, share.specs), counts, layout.bucket_mb, reduce_bytes, share)
+        uses = unit_uses(units, buckets, specs, share)
+        programs.append(step_program(job, uses, microbatches_of(job), recompute, True, stages, place))
+    return stages, programs
+
+
+def check_program(job: Job) -> None:
+    """Raise ConfigError for what only the program of a resolved job shows: offload that moves nothing. (A class of
+    one's own shows its units once it is built.)"""
+    if job.model.class_ is None and job.offload.activations != "none":
+        programs_of(job, unit_specs(job.model), param_specs(job.model))
 
 
 def _moves_elsewhere(

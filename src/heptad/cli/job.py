@@ -21,9 +21,12 @@ Json = Annotated[bool, typer.Option("--json", help="End with one JSON object on 
 def ready(job_ref: str, sets: Sequence[str] | None) -> Job:
     """The resolved job. Raises ConfigError with every problem found; starts no process, imports no torch."""
     from heptad.axes.pipeline.legal import check_job
+    from heptad.axes.program import check_program
     from heptad.config.load import load
     from heptad.models.resolve import resolve
 
     job = load(job_ref, sets or ())
     check_job(job)
-    return resolve(job)
+    resolved = resolve(job)
+    check_program(resolved)
+    return resolved

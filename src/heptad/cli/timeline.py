@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from heptad.cli.job import Json, Sets, ready
 from heptad.errors import ConfigError
-
-if TYPE_CHECKING:
-    from heptad.config.schema import Job
-    from heptad.schedule.action import Program
-    from heptad.schedule.expand import Stages
 
 Seconds = float | None
 ONE = "of one stage (with --compare: of 1/P of the model), [1]"
@@ -82,9 +77,13 @@ def _job(job: str | None, actions: bool, sets: Sets, json: bool) -> None:
         rule = "what is drawn is a pipeline schedule; of a job, the actions are printed"
         fix = f"heptad timeline {job} --actions, or measured time: heptad train {job} --trace"
         raise ConfigError.of("heptad timeline", job, rule, fix)
+    from heptad.axes.program import programs_of
+    from heptad.models.build import build
     from heptad.schedule.action import format_program
 
-    names, stages, programs = _planned(resolved)
+    model = build(resolved)
+    names = [unit.name for unit in model.unit_specs]
+    stages, programs = programs_of(resolved, model.unit_specs, model.specs)
     lines = [format_program(program) for program in programs]
     if json:
         from json import dumps
@@ -98,30 +97,3 @@ def _job(job: str | None, actions: bool, sets: Sets, json: bool) -> None:
         cut = ", ".join(f"{stage}: {units[0]} to {units[-1]}" for stage, units in enumerate(stages.units))
         print(f"stages: {cut}; one line a rank of the pipeline", file=sys.stderr)
     print("\n".join(lines))
-
-
-def _planned(job: Job) -> tuple[list[str], Stages | None, list[Program]]:
-    """Names of the units, the stages, and the checked program of each rank of the pipeline, without a process group."""
-    from heptad.axes.data.buckets import plan_buckets, unit_uses
-    from heptad.axes.data.stages import shard_counts
-    from heptad.axes.program import microbatches_of, recomputed, stages_of, step_program
-    from heptad.mesh.layout import Layout
-    from heptad.models.build import build
-    from heptad.models.cut import family_cuts, local_specs
-    from heptad.models.share import shares
-    from heptad.precision.dtypes import dtypes_of
-    from heptad.units import BYTES_PER_ELEMENT
-
-    model, layout = build(job), job.layout
-    units, stages = model.unit_specs, stages_of(job, model.unit_specs)
-    held = family_cuts(model.specs, job.model, layout)
-    counts = shard_counts(Layout.of(layout), layout.zero)
-    reduce_bytes = BYTES_PER_ELEMENT[dtypes_of(job.precision, "cpu").reduce]
-    recompute, programs = recomputed(job, units, stages), []
-    every = [range(len(units))] if stages is None else stages.held_by_all()
-    for place, share in enumerate(shares(every, units, model.specs)):
-        local = local_specs(held, share.specs)
-        buckets = plan_buckets(units, local, counts, layout.bucket_mb, reduce_bytes, share)
-        uses = unit_uses(units, buckets, model.specs, share)
-        programs.append(step_program(job, uses, microbatches_of(job), recompute, True, stages, place))
-    return [unit.name for unit in units], stages, programs
