@@ -11,9 +11,6 @@ from heptad.config.schema import Job
 from heptad.errors import Problem
 
 TABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("layout.ep", (1,), "the expert axis"),
-    ("layout.etp", (1,), "the expert axis"),
-    ("layout.ep_inner", (1,), "the expert axis"),
     ("precision.float8", (False,), "float8"),
     ("zeropp.qwz", (False,), "ZeRO++"),
     ("zeropp.hpz", (False,), "ZeRO++"),

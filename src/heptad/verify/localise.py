@@ -5,12 +5,12 @@ the last parameter to the first, norm, parameters after the update). The axis: t
 turned off, one by one, and what heals is guilty; if no single one does, pairs; if no pair does, as few as possible. A
 layout with every axis off that still differs has its fault in the model or in the optimizer.
 
-Turned off: dp_replicate and dp_shard -> 1 (the global batch stays, by more accumulation), cp -> 1 with all options of
-the context axis, context -> gather, context_split -> contiguous, tp -> 1 and with it sequence parallelism (and with
-that keep_gathered), pp -> 1 with all options of the pipeline, schedule -> gpipe on the same stages, zero -> 0,
-accumulation -> 1 (larger micro-batches; a schedule that needs several becomes gpipe), prefetch -> 0, recompute and
-offloaded activations -> none, compile -> false, attention -> the other kind, engine -> heptad. Cost: one short run of
-the layout each.
+Turned off: ep_inner, etp, ep -> 1 (ep_inner with ep), dp_replicate and dp_shard -> 1 (the global batch stays, by more
+accumulation), cp -> 1 with all options of the context axis, context -> gather, context_split -> contiguous, tp -> 1 and
+with it sequence parallelism (and with that keep_gathered); of ep and etp remains what can be carved from the ranks that
+are left; pp -> 1 with all options of the pipeline, schedule -> gpipe on the same stages, zero -> 0, accumulation -> 1
+(larger micro-batches; a schedule that needs several becomes gpipe), prefetch -> 0, recompute and offloaded activations
+-> none, compile -> false, attention -> the other kind, engine -> heptad. Cost: one short run of the layout each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import gcd
 
 from heptad.axes.pipeline.generate import generate
 from heptad.axes.pipeline.generate import problems as schedule_problems
@@ -27,12 +28,13 @@ from heptad.config.context import cuts_for_balance
 from heptad.config.schema import Job, LayoutSection, RecomputeSection, Section
 from heptad.verify.compare import Comparison, Difference
 
+EXPERTS = ("ep_inner", "etp", "ep")
 DATA = ("dp_replicate", "dp_shard")
 CONTEXT = ("context_split", "context", "cp")
 TENSOR = ("keep_gathered", "sequence_parallel", "tp")
 PIPELINE = ("pp",)
 POLICIES = ("schedule", "accumulation", "zero", "engine", "offload", "recompute", "attention", "compile", "prefetch")
-AXES = (*DATA, *CONTEXT, *TENSOR, *PIPELINE, *POLICIES)
+AXES = (*EXPERTS, *DATA, *CONTEXT, *TENSOR, *PIPELINE, *POLICIES)
 """In the order they are blamed when turning off any of several heals: what communicates first, policies last; of those
 that take others with them, the most special first."""
 
@@ -53,6 +55,9 @@ def present(job: Job) -> list[str]:
     layout, model = job.layout, job.model
     stages = layout.zero > 0 and layout.engine == "heptad"
     on = {
+        "ep_inner": layout.ep_inner > 1,
+        "etp": layout.etp > 1,
+        "ep": layout.ep > 1,
         "dp_replicate": layout.dp_replicate > 1,
         "dp_shard": layout.dp_shard > 1,
         "context_split": cuts_for_balance(layout) and layout.context_split != "contiguous",
@@ -92,11 +97,23 @@ def without(job: Job, axes: Sequence[str]) -> Job:
         changes["model"] = job.model.model_copy(update={"attention": other})
     if "pp" not in axes and job.layout.pp > 1 and ("schedule" in axes or _needs_several(job, axes)):
         layout |= _plain(job)
-    changes["layout"] = job.layout.model_copy(update=layout)
+    changes["layout"] = _carved(job.layout.model_copy(update=layout))
     return _whole_steps(job.model_copy(update=changes), axes)
 
 
+def _carved(layout: LayoutSection) -> LayoutSection:
+    """With as much of ep and etp as the ranks that are left can be carved into."""
+    block = layout.dp_shard * layout.cp * layout.tp
+    etp = gcd(layout.etp, block)
+    ep = gcd(layout.ep, block // etp)
+    inner = layout.ep_inner if ep % layout.ep_inner == 0 and layout.ep_inner < ep else 1
+    return layout.model_copy(update={"ep": ep, "etp": etp, "ep_inner": inner})
+
+
 _OFF: dict[str, dict[str, object]] = {
+    "ep_inner": {"ep_inner": 1},
+    "etp": {"etp": 1},
+    "ep": {"ep": 1, "ep_inner": 1},
     "dp_replicate": {"dp_replicate": 1},
     "dp_shard": {"dp_shard": 1},
     "context_split": {"context_split": "contiguous"},

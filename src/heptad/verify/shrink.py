@@ -192,7 +192,7 @@ def _model(model: ModelSection, layers: int, sizes: _Sizes, layout: LayoutSectio
             "init_std": max(model.init_std, INIT_STD),
             "window": model.window if (model.window or 0) < sizes.seq_len else sizes.seq_len // 2,
             "frozen": shrink_frozen(model, layers),
-            **experts.shrink_experts(model, layers),
+            **experts.shrink_experts(model, layers, layout),
         }
     )
 
