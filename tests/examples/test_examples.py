@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")  # as pyproject.toml: ranks are forked
-TESTED = {"collectives.py", "context.py", "custom_model.py", "data.py", "pipeline.py", "placement.py", "tensor.py"}
-AXES = ("context.py", "data.py", "pipeline.py", "tensor.py")
+AXES = ("context.py", "data.py", "expert.py", "pipeline.py", "tensor.py")
+TESTED = {"collectives.py", "custom_model.py", "placement.py", *AXES}
 
 
 def _run(script: str, *arguments: str) -> str:
@@ -90,6 +90,29 @@ def test_context_shows_which_tokens_each_rank_holds_and_what_it_sends() -> None:
     assert re.findall(dealt, ulysses) == re.findall(dealt, both) == [("8", "backward"), ("8", "forward")]
     assert "all_to_all" not in gather and "× send" not in gather and "reduce_scatter cp (backward)" in gather
     assert " cp (" not in one
+
+
+def test_expert_shows_where_rows_go_and_what_is_sent() -> None:
+    parts = {part.split("\n")[0]: part for part in _run("expert.py", "--ranks", "4").strip().split("\n\n")}
+    whole, one, cut, two = parts.values()
+    assert len({loss for part in parts.values() for loss in re.findall(r"loss (\S+)", part)}) == 1
+    assert " ep " not in whole and " etp " not in whole and " etp " not in one and " etp " not in two
+    held = [re.findall(r"experts (\d+) to (\d+) of 16, rows (\d+) to (\d+) of 40", part) for part in (one, cut)]
+    assert held[0] == [(str(at), str(at + 4), "0", "40") for at in (0, 4, 8, 12)]
+    assert held[1] == [(first, stop, *half) for first, stop in (("0", "8"), ("8", "16"))
+                       for half in (("0", "20"), ("20", "40"))]  # fmt: skip
+
+    def rows(part: str, what: str) -> list[list[int]]:
+        return [[int(n) for n in row.split(", ")] for row in re.findall(rf"rows to each {what}: \[(.+)\]", part)]
+
+    to_ranks, to_nodes = rows(one, "rank"), rows(two, "node")
+    assert all(sum(row) == 32 * 4 for row in to_ranks) and sum(map(sum, rows(two, "rank of its node"))) == 4 * 32 * 4
+    assert all(max(row) <= 32 <= sum(row) for row in to_nodes)  # a token once a node
+    sent = {int(n.replace(",", "")) for n in re.findall(r"sends +2 × all_to_all ep \(backward\): (\S+) B", one)}
+    crossing = sum(to_ranks[0][1:]) + sum(row[0] for row in to_ranks[1:])
+    assert sent == {4 * 64 * crossing}
+    away = [sum(row[at] for at in other) for row, other in zip(to_ranks, ((2, 3), (2, 3), (0, 1), (0, 1)), strict=True)]
+    assert all(row[1 - at // 2] < rows_away for at, (row, rows_away) in enumerate(zip(to_nodes, away, strict=True)))
 
 
 def test_pipeline_shows_each_rank_and_one_loss_under_every_schedule() -> None:
