@@ -7,7 +7,7 @@ are equal, phase by phase:
 |---|---|---|
 | count | targets of the global batch, before the first backward | 8 (one int64) |
 | forward, backward | gathers, reductions: `axes/data/cost.py` | buckets |
-| loss | sum of the losses, and whether a rank asks to stop | 16 (two fp64) |
+| loss | sum of the losses, and whether a rank asks to stop | 16 (two fp64); routers' losses: 32 |
 | forward, backward | the tensor axis's regions: `axes/tensor/cost.py` | the stream |
 | forward, backward | keys and values, or heads, of the context axis: `axes/context/cost.py` | K/V, or q, k, v |
 | forward, backward | what routers know of sequences that are cut: `routing.py` | counts, choices |
@@ -83,13 +83,13 @@ def step_traffic(
     microbatches = microbatches_of(job)
     if job.layout.engine == "fsdp2":
         holders = cost.axis_sizes(layout, holder_axes(zero))
-        found = once_a_step(layout) + (norm_traffic(*holders) if holders[1] > 1 else []) + _loads(job)
+        found = once_a_step(job) + (norm_traffic(*holders) if holders[1] > 1 else []) + _loads(job)
         sizes, dense = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes), ranks["dense"]
         return found + cost.fsdp2_traffic(units, specs, dense.shards, dense.replicas, microbatches, *sizes)
     stages = stages_of(job, units)
     held = _Held.of(job, units, specs, stages, place, device_type)
     updates = stages.schedule.num_microbatches if stages is not None and stages.schedule.asynchronous else 1
-    found = once_a_step(layout, updates) + held.norm(updates) + _loads(job)
+    found = once_a_step(job, updates) + held.norm(updates) + _loads(job)
     runs = (microbatches,) * len(units) if stages is None else pipeline.unit_runs(stages, place)
     stream = _stream(job, dtypes)
     found += tensor.traffic(units, specs, stream, runs, recompute)
@@ -191,14 +191,15 @@ def _stream(job: Job, dtypes: Dtypes) -> tensor.Sizes:
     )
 
 
-def once_a_step(layout: Layout, counts: int = 1) -> list[Transfer]:
+def once_a_step(job: Job, counts: int = 1) -> list[Transfer]:
     """The all-reduces of the counts of targets and of the loss. Over all ranks: of those that read the same tokens one
     counts, but each must know.
     """
-    axis, num_ranks = cost.axis_sizes(layout, LOSS_AXES)
+    axis, num_ranks = cost.axis_sizes(Layout.of(job.layout), LOSS_AXES)
     if num_ranks == 1:
         return []
-    sizes = (("count", counts * COUNT_BYTES), ("loss", LOSS_BYTES))
+    loss_bytes = LOSS_BYTES * (2 if routing.adds_losses(job.model) else 1)
+    sizes = (("count", counts * COUNT_BYTES), ("loss", loss_bytes))
     return [Transfer("all_reduce", axis, phase, sent_bytes("all_reduce", size, num_ranks)) for phase, size in sizes]
 
 

@@ -1,11 +1,15 @@
-"""The bias of a router's choice, moved after each step by the load of the whole global batch.
+"""The bias of a router's choice, moved after each step by the load of the whole global batch; what routers add to the
+loss.
 
 Each training forward writes down how many tokens chose each expert (`models/router.py`); after the step's update these
 counts are summed over all ranks (one all-reduce, phase "router", of an int64 for each expert of each block with a bias,
 of the whole model: ranks of a pipeline add zeros for blocks that run elsewhere, and each token is routed by one rank),
 and the bias of an expert above the mean falls, below it rises, by `bias_update_speed`: DeepSeek-V3, arXiv 2412.19437,
 §2.1.2. A step that makes no update moves none. The bias is state, not a parameter: fp32 (fp64 in a float64 run), whole
-on every rank that runs its block, saved with the weights. Read next: `step.py`, `state.py`.
+on every rank that runs its block, saved with the weights.
+
+The losses that routers add are summed with the main one, in the same all-reduce (two fp64 more), and reported beside
+it. Read next: `step.py`, `state.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class Balance:
 
     def __init__(self, model: Model, units: frozenset[int], group: Group) -> None:
         self.routers, self.group = biased(model), group
+        self.adding = [router for router in routers(model.module).values() if router.balance or router.z_loss]
         own = {id(module) for unit in units for module in model.units[unit].modules()}
         self.here = {name: router for name, router in self.routers.items() if id(router) in own}
 
@@ -43,6 +48,18 @@ class Balance:
         """Before a step that trains: no load yet."""
         for router in self.routers.values():
             router.loads = {}
+        for router in self.adding:
+            router.added = {}
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """Of both losses of the routers, 0 where there is none."""
+        return (self.adding[0].balance, self.adding[0].z_loss) if self.adding else (0.0, 0.0)
+
+    def added(self, device: torch.device) -> Tensor:
+        """What this rank's tokens add to both losses of the routers, of all micro-batches that ran here: [2] fp64."""
+        parts = [part.double() for router in self.adding for part in (router.added or {}).values()]
+        return torch.stack([torch.zeros(2, dtype=torch.float64, device=device), *parts]).sum(0)
 
     def end(self, updated: bool) -> None:
         """After the step's update, if it made one. Collective."""
@@ -54,6 +71,8 @@ class Balance:
                 router.bias = moved(router.bias, counts, router.speed)
         for router in self.routers.values():
             router.loads = None
+        for router in self.adding:
+            router.added = None
 
     def pieces(self) -> list[Piece]:
         """The biases of blocks that run here, whole."""

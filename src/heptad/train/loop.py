@@ -197,6 +197,8 @@ class _Loop:
         figures = {
             "step": result.step,
             "loss": result.loss,
+            "balance_loss": result.balance_loss,
+            "z_loss": result.z_loss,
             "grad_norm_pre_clip": result.grad_norm,
             "clip_factor": result.clip_factor,
             "lr": result.lr,

@@ -6,6 +6,8 @@ ranks cannot wait for each other over a name. The names are `METRICS`; another o
     tokens                positions of the global batches so far, each once (padding included, whatever splits them)
     targets               those that had a label: the supervised tokens, which the loss is divided by
     grad_norm_pre_clip    norm of the whole gradient before clipping: may exceed the limit
+    balance_loss, z_loss  what the routers of all blocks add to the loss, with their coefficients, beside "loss": a mean
+                          over the sequences of the global batch (aux_loss or balance_loss of the job; z_loss)
     clip_factor           what the gradient was multiplied by
     tokens_per_s          tokens of the steps since the last line over the time inside those steps (reading a batch is
                           inside, validation and checkpoints are not)
@@ -33,6 +35,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 METRICS = (
     "step",
     "loss",
+    "balance_loss",
+    "z_loss",
     "val_loss",
     "grad_norm_pre_clip",
     "clip_factor",

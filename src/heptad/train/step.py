@@ -31,7 +31,7 @@ from heptad.mesh.host import host_value
 from heptad.mesh.ledger import LibraryLedger
 from heptad.mesh.piece import Piece
 from heptad.models.batch import Batch
-from heptad.models.build import Model
+from heptad.models.build import Model, sequences_an_update
 from heptad.optim.build import build_optimizer
 from heptad.optim.norm import clip_, total_norm
 from heptad.optim.schedule import lr_at
@@ -52,7 +52,8 @@ class StepResult:
     loss: mean over the global batch's targets (0 without targets). grad_norm: before clipping. clip_factor: what
     gradients were scaled by. skipped: no update was made: no target, or not finite (`bad_rank`: the first rank whose
     own loss was not; of tensor ranks, which share a loss, the first). num_tokens counts each position of the global
-    batch once, num_targets those with a label. stop: some rank asked.
+    batch once, num_targets those with a label. stop: some rank asked. balance_loss, z_loss: what the routers of all
+    blocks add, with their coefficients, a mean over the global batch's sequences; None: nothing.
     """
 
     step: int
@@ -65,16 +66,26 @@ class StepResult:
     num_targets: int
     lr: float
     stop: bool
+    balance_loss: float | None = None
+    z_loss: float | None = None
 
 
 class LossSum:
     """Sum of the step's losses and of the wishes to stop over all ranks, hidden under the backward where it can be.
 
-    counts: whether this rank's loss is part of the sum; its wish to stop always is.
+    counts: whether this rank's loss is part of the sum; its wish to stop always is, and what its routers add (`added`:
+    [2] fp64; None: they add nothing).
     """
 
-    def __init__(self, group: Group, stop: bool, device: torch.device, counts: bool = True) -> None:
-        self.group, self.stop, self.device, self.counts = group, stop, device, counts
+    def __init__(
+        self,
+        group: Group,
+        stop: bool,
+        device: torch.device,
+        counts: bool = True,
+        added: Callable[[torch.device], Tensor] | None = None,
+    ) -> None:
+        self.group, self.stop, self.device, self.counts, self.added = group, stop, device, counts, added
         self._work: Work | None = None
 
     def start(self, losses: list[Tensor]) -> None:
@@ -84,6 +95,8 @@ class LossSum:
             self.local = torch.stack(losses).double().sum() if losses else zero  # none but on a last stage
             counted = self.local if self.counts else torch.zeros_like(self.local)
             self._figures = torch.stack([counted, torch.full_like(self.local, float(self.stop))])
+            if self.added is not None:
+                self._figures = torch.cat([self._figures, self.added(self.device)])
             self._work = all_reduce(self._figures, self.group, "loss")
 
     def wait(self) -> tuple[float, bool]:
@@ -91,6 +104,10 @@ class LossSum:
         assert self._work is not None
         self._work.wait()
         return host_value(self._figures[0], expected=0.0), host_value(self._figures[1], expected=0.0) > 0
+
+    def of_routers(self) -> tuple[float, ...]:
+        """After `wait`: the sums of both losses of the routers; nothing where they add none."""
+        return tuple(host_value(figure, expected=0.0) for figure in self._figures[2:])
 
 
 class Trainer:
@@ -137,7 +154,8 @@ class Trainer:
             stale.begin(step, batches)
         num_targets = self.count_targets(batches) if stale is None else stale.num_targets
         self.engine.begin_step()
-        loss = LossSum(self.loss_group, stop, self.device, self.counts)
+        adds = bool(self.balance.adding)
+        loss = LossSum(self.loss_group, stop, self.device, self.counts, self.balance.added if adds else None)
 
         def update(losses: list[Tensor]) -> None:
             loss.start(losses)
@@ -148,7 +166,8 @@ class Trainer:
 
         with self._library_ledger() if count_library else nullcontext():
             twice = count_library and self.engine.library_communicates  # its ledger would count the loss once more
-            early = None if twice else loss.start
+            later = adds and self.parallel.stages is not None  # other units' forwards may follow the last one's
+            early = None if twice or later else loss.start
             run = self.parallel.executor.run
             update_stage = None if stale is None else stale.update
             run(self.program, batches, scale, update, record, outputs_ready=early, update_stage=update_stage)
@@ -221,7 +240,14 @@ class Trainer:
             self.optimizer.step(step)
             self.engine.refresh()
         lr = lr_at(section, step, self.job.train.steps, section.lr)
-        return StepResult(step, loss, norm_value, factor, skipped, bad_rank, 0, num_targets, lr, stops)
+        added = self._of_routers(summed.of_routers())
+        return StepResult(step, loss, norm_value, factor, skipped, bad_rank, 0, num_targets, lr, stops, *added)
+
+    def _of_routers(self, sums: tuple[float, ...]) -> list[float | None]:
+        """Both losses of the routers; of an asynchronous step the mean over its updates."""
+        updates = self.job.train.global_batch / sequences_an_update(self.job)
+        on = self.balance.coefficients
+        return [total / updates if factor else None for factor, total in zip(on, sums, strict=False)]
 
     def _norm(self) -> Tensor:
         """Of the whole gradient; of an asynchronous step, see `stale.py`."""

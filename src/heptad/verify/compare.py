@@ -251,7 +251,12 @@ class Judge:
         return BF16_FACTOR * max(spread, 2 * BF16_ROUNDING)
 
     def loss(self, reports: Sequence[RankReport]) -> float:
-        """The loss every rank reports."""
+        """The loss every rank reports, and those of its routers."""
+        for at, name in enumerate(("balance_loss", "z_loss")):
+            told = [getattr(report.steps[self.step - 1].result, name) or 0.0 for report in reports]
+            wanted = self.right.added[at]
+            bound = self._number_bound(wanted, [other.added[at] for other in self.others])
+            self._add("loss", name, max(_relative(value, wanted) for value in told), bound)
         right = self.right.loss
         error = max(_relative(report.steps[self.step - 1].result.loss, right) for report in reports)
         return self._add("loss", "", error, self._number_bound(right, [other.loss for other in self.others]))

@@ -29,6 +29,7 @@ from heptad.loader.prepare import PreparedData
 from heptad.models.batch import Batch
 from heptad.models.build import build
 from heptad.models.init import fill
+from heptad.models.router import routers
 from heptad.models.spec import ParamSpec
 from heptad.precision.policy import Policy
 from heptad.train.balance import biased, summed
@@ -42,13 +43,15 @@ DRAWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One device's step before its update. outputs[micro-batch][unit]: Σ x² of the unit's output, a fingerprint."""
+    """One device's step before its update. outputs[micro-batch][unit]: Σ x² of the unit's output, a fingerprint.
+    added: both losses of routers."""
 
     loss: float
     grads: Grads
     norm: float
     num_targets: int
     outputs: list[list[float]] = field(default_factory=list)
+    added: tuple[float, float] = (0.0, 0.0)
 
 
 class Reference:
@@ -151,7 +154,9 @@ class Reference:
         num_targets = sum(batch.num_targets() for batch in batches)
         grads = {name: torch.zeros(master.shape, dtype=self.policy.reduce) for name, master in self.masters.items()}
         wanted = [self.model.params[name] for name in grads]
-        losses, outputs = [], []
+        losses, outputs, adding = [], [], list(routers(self.model.module).values())
+        for router in adding:
+            router.added = {}
         for batch in batches:
             loss, marks = self._forward(batch)
             found = torch.autograd.grad(loss / max(num_targets, 1), wanted, allow_unused=True)
@@ -162,7 +167,10 @@ class Reference:
             outputs.append(marks)
         if flipped:
             grads = {name: self._flip(grad, by_name[name]) for name, grad in grads.items()}
-        return Figures(sum(losses) / max(num_targets, 1), grads, norm_of(grads), num_targets, outputs)
+        parts = [part.double() for router in adding for part in (router.added or {}).values()]
+        balance, z_loss = torch.stack([torch.zeros(2, dtype=torch.float64), *parts]).sum(0).tolist()
+        mean = sum(losses) / max(num_targets, 1)
+        return Figures(mean, grads, norm_of(grads), num_targets, outputs, (balance, z_loss))
 
     def _forward(self, batch: Batch) -> tuple[Tensor, list[float]]:
         x: Tensor | None = None

@@ -111,7 +111,8 @@ def stacked(found: Sequence[Figures]) -> Figures:
     loss = sum(figures.loss * figures.num_targets for figures in found) / max(num_targets, 1)
     grads = stack([figures.grads for figures in found if figures.num_targets] or [found[0].grads])
     outputs = [marks for of_rank in zip(*(figures.outputs for figures in found), strict=True) for marks in of_rank]
-    return Figures(loss, grads, norm_of(grads), num_targets, outputs)
+    balance, z_loss = (sum(parts) / len(found) for parts in zip(*(figures.added for figures in found), strict=True))
+    return Figures(loss, grads, norm_of(grads), num_targets, outputs, (balance, z_loss))
 
 
 def stack(updates: Sequence[Grads]) -> Grads:
