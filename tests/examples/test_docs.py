@@ -13,7 +13,7 @@ import pytest
 
 from heptad.account.traffic import step_traffic
 from heptad.axes.pipeline.legal import check_job
-from heptad.cli.timeline import _planned
+from heptad.axes.program import programs_of
 from heptad.config.check import check
 from heptad.config.load import load, parse
 from heptad.config.schema import Job, RopeScaling, Section, SourceSection
@@ -124,10 +124,12 @@ def test_printed_programs_are_those_of_the_executor() -> None:
         words = command.split()
         job = load(words[0], sets_of(words))
         check_job(job)
-        names, _, programs = _planned(resolve(job))
+        resolved = resolve(job)
+        model = build(resolved)
+        _, programs = programs_of(resolved, model.unit_specs, model.specs)
         lines = [format_program(program) for program in programs]
         assert printed.split() == "\n".join(lines).split(), command
-        assert all(name in text for name in names)
+        assert all(unit.name in text for unit in model.unit_specs)
 
 
 def test_every_metric_is_defined() -> None:
