@@ -8,17 +8,22 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from heptad.axes.apply import Parallel, apply
 from heptad.axes.context.take import take
+from heptad.axes.expert import flow
 from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
 from heptad.mesh import collectives
 from heptad.models.batch import Batch
 from heptad.models.resolve import resolve
+from heptad.models.router import routers
+from heptad.precision.dtypes import dtypes_of
 from heptad.recompute.cost import Sizes
+from heptad.recompute.expert_cost import Dispatched
 from heptad.recompute.peak import alive
 from heptad.recompute.policy import chosen
 from heptad.schedule.action import Action, Kind
@@ -64,10 +69,10 @@ def memory_job(
     )  # fmt: skip
 
 
-def memory_batch(job: Job, documents: bool) -> Batch:
-    """All tokens are targets; with `documents` the last sequence holds two."""
+def memory_batch(job: Job, documents: bool, data_rank: int = 0) -> Batch:
+    """All tokens are targets; with `documents` the last sequence holds two. Each data rank has its own."""
     shape = (job.train.micro_batch, job.data.seq_len)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + data_rank)
     ids, labels = (torch.randint(job.model.vocab, shape, generator=generator) for _ in range(2))
     parts = torch.zeros(shape, dtype=torch.int64)
     if documents:
@@ -122,8 +127,9 @@ def _step_bytes(rank: int, job: Job, documents: bool) -> Found:
     parallel.model.module.train()
     parallel.engine.begin_step()
     coords = parallel.mesh.layout.coords(rank)
-    batch = take(memory_batch(job, documents), job.layout, coords["cp"])
-    wanted = predicted(parallel, Sizes.of(job, documents, index=coords["tp"]))
+    batch = take(memory_batch(job, documents, parallel.mesh.layout.data_rank(rank)), job.layout, coords["cp"])
+    spread = _dispatched(parallel, batch) if job.layout.ep * job.layout.etp > 1 else None
+    wanted = predicted(parallel, Sizes.of(job, documents, index=coords["tp"], dispatched=spread))
     meter = Watch(inputs_of(parallel, batch))
     before, actions, seen, compute = meter.current_bytes(), [], [], _Step.compute
 
@@ -137,6 +143,21 @@ def _step_bytes(rank: int, job: Job, documents: bool) -> Found:
             parallel.program(microbatches_of(parallel.job)), [batch] * microbatches_of(job), update=lambda _: None
         )
     return Found(actions, seen, wanted)
+
+
+def _dispatched(parallel: Parallel, batch: Batch) -> Dispatched:
+    """Where the tokens of the model's one mixture go: a step is run before. All ranks are one block."""
+    job = parallel.job
+    (router,) = routers(parallel.model.module).values()
+    router.choices = {}
+    number = microbatches_of(job)
+    parallel.executor.run(parallel.program(number), [batch] * number, update=lambda _: None)
+    parallel.engine.begin_step()
+    (own,), router.choices = router.choices.values(), None
+    every: list[Any] = [None] * parallel.mesh.layout.world
+    dist.all_gather_object(every, own.numpy())
+    sizes = flow.Sizes.of(job, dtypes_of(job.precision, "cpu"))
+    return flow.dispatched(sizes, flow.flow_of(sizes, every), parallel.mesh.rank)
 
 
 def settled(meter: MemoryMeter, before: int, wanted: int) -> int:

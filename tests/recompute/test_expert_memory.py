@@ -40,6 +40,35 @@ def test_bytes_alive_after_every_action_are_predicted(name: str) -> None:
         assert one.measured == one.predicted, one.actions
 
 
+ONE = {"layers": 2, "dense_layers": 1}
+"""One mixture: the terms of a block are of one routing."""
+SPREAD: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    2: {
+        "ep": ({**SOFTMAX, **ONE}, dict(dp_shard=2, ep=2)),
+        "ep, bf16": ({**DEEPSEEK, **ONE, "capacity_factor": 0.7}, dict(dp_shard=2, ep=2, params="bf16")),
+        "etp": ({**SOFTMAX, **ONE, "mlp": "plain"}, dict(dp_shard=2, etp=2)),
+        "recomputed": ({**SOFTMAX, **ONE}, dict(dp_shard=2, ep=2, recompute=dict(mode="full"), microbatches=4)),
+    },
+    4: {
+        "ep and etp": ({**DEEPSEEK, **ONE}, dict(dp_shard=4, ep=2, etp=2)),
+        "ep and edp": ({**SOFTMAX, **ONE}, dict(dp_shard=4, ep=2)),
+        "two levels": ({**SOFTMAX, **ONE, "experts": 7}, dict(dp_shard=4, ep=4, ep_inner=2)),
+        "two levels, not normalised": (
+            {**SOFTMAX, **ONE, "experts": 7, "normalise_top_k": False}, dict(dp_shard=4, ep=4, ep_inner=2),
+        ),
+        "two levels, deepseek": ({**DEEPSEEK, **ONE, "experts": 12}, dict(dp_shard=4, ep=4, ep_inner=2, params="fp64")),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", SPREAD)
+def test_bytes_alive_where_experts_lie_on_several_ranks_follow_from_the_routing(world: int) -> None:
+    jobs = [memory_job(model, **{"microbatches": world, **job}) for model, job in SPREAD[world].values()]
+    for rank in forked(world, many, [(job, False) for job in jobs]):
+        for name, one in zip(SPREAD[world], rank, strict=True):
+            assert one.measured == one.predicted, (name, one.actions)
+
+
 def test_multi_token_prediction_is_refused() -> None:
     with pytest.raises(AssertionError, match="not counted"):
         Sizes(ModelSection(mtp_depth=1), 1, 7)

@@ -55,7 +55,7 @@ from heptad.config.schema import Job, ModelSection
 from heptad.models.chunk import chunk_tokens
 from heptad.models.spec import complete
 from heptad.precision.dtypes import dtypes_of
-from heptad.recompute.expert_cost import Tokens, expert_terms, latent_terms
+from heptad.recompute.expert_cost import Dispatched, Tokens, expert_terms, latent_terms
 from heptad.recompute.policy import Mode
 from heptad.units import BYTES_PER_ELEMENT
 
@@ -69,9 +69,9 @@ INDEX_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """One micro-batch on one rank. `length`: tokens of a row that it holds, as one of `cp` context ranks, of which
-    `dealt` neighbours deal heads. `rows`: of routed experts in a block, None: all choices of all tokens. `documents`: a
-    row may hold several, so attention needs a mask. `index`: the tensor rank (padding of the last ones' tokens shows in
-    the embedding only).
+    `dealt` neighbours deal heads. `rows`: of routed experts in a block, None: all choices of all tokens. `dispatched`:
+    in place of it where experts lie on several ranks. `documents`: a row may hold several, so attention needs a mask.
+    `index`: the tensor rank (padding of the last ones' tokens shows in the embedding only).
     """
 
     section: ModelSection
@@ -87,14 +87,23 @@ class Sizes:
     cp: int = 1
     dealt: int = 1
     rows: int | None = None
+    dispatched: Dispatched | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "section", complete(self.section))
         assert not self.section.mtp_depth, "multi-token prediction is not counted"
 
     @classmethod
-    def of(cls, job: Job, documents: bool, device_type: str = "cpu", index: int = 0) -> Sizes:
-        """Those of a resolved job's micro-batches."""
+    def of(
+        cls,
+        job: Job,
+        documents: bool,
+        device_type: str = "cpu",
+        index: int = 0,
+        dispatched: Dispatched | None = None,
+    ) -> Sizes:
+        """Those of a resolved job's micro-batches; `dispatched` where experts lie on several ranks."""
+        assert (dispatched is not None) == (job.layout.ep * job.layout.etp > 1)
         layout, element = job.layout, BYTES_PER_ELEMENT[dtypes_of(job.precision, device_type).params]
         return cls(
             job.model,
@@ -109,6 +118,7 @@ class Sizes:
             index,
             layout.cp,
             degrees(layout)[1],
+            dispatched=dispatched,
         )
 
     @property
@@ -120,7 +130,7 @@ class Sizes:
     def routed(self) -> Tokens:
         """What experts see of it."""
         rows = self.tokens * self.section.experts_per_token if self.rows is None else self.rows
-        return Tokens(self.batch, self.length, rows, self.element_bytes, self.wide_bytes)
+        return Tokens(self.batch, self.length, rows, self.element_bytes, self.wide_bytes, self.dispatched)
 
     @property
     def own_tokens(self) -> int:

@@ -19,7 +19,13 @@ head without and with position, v of a value; s statistics of a norm.
 | router losses | balance: B·E·w, deepseek N·w more; z: N·E·w + N·w; either: B·N·w + 8·B | as they say |
 | expert rows, expert outputs | R·D·e each | weight gradients of gate and up; those of the gate weights |
 | expert gate up | 2·R·I·e (plain: R·I·e) | the activation, formed again |
+| order of rows | R·8, where experts lie on several ranks | the way back of rows that came |
 | shared gate up, shared down input | 2·N·S·e (plain: N·S·e), N·S·e | as of an MLP |
+
+Where experts lie on several ranks (`Dispatched`), R is the rows that come to this rank's experts, or where they are cut
+too, to those of all ranks with parts of them, and I is ⌈I/ETP⌉; outputs are those of the M rows that this rank sent. In
+two levels it sends them for the rows Q that crossed to it, whose weights and order are kept here, not at their source:
+choices are N·K·8, N·nodes·8 and Q·K·8, gate weights Q·K·w and, normalised, N·(K + 1)·w.
 
 Read next: `cost.py`, `models/mla.py`, `models/router.py`, `models/moe.py`.
 """
@@ -34,14 +40,30 @@ CHOICE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Dispatched:
+    """One mixture of one micro-batch on a rank that does not hold all experts whole; from `axes/expert/flow.py`.
+
+    sent: M, by this rank (in two levels inside its node). came: R. parts: ETP. nodes, crossed: of two levels; Q.
+    """
+
+    sent: int
+    came: int
+    parts: int
+    nodes: int = 1
+    crossed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """N = batch · length tokens; rows: R; element, wide: bytes of an element and of a statistic."""
+    """N = batch · length tokens; rows: R; element, wide: bytes of an element and of a statistic; dispatched: where
+    experts lie on several ranks."""
 
     batch: int
     length: int
     rows: int
     element: int
     wide: int
+    dispatched: Dispatched | None = None
 
     @property
     def number(self) -> int:
@@ -80,15 +102,21 @@ def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
         losses += tokens.batch * section.experts * wide + number * wide * (section.router == "deepseek")
     if section.z_loss:
         losses += number * section.experts * wide + number * wide
+    whole = Dispatched(tokens.rows, tokens.rows, 1)
+    spread = whole if tokens.dispatched is None else tokens.dispatched
+    crosses = spread.nodes > 1
+    weighed = spread.crossed if crosses else number  # rows whose weights are kept here
+    inner, order = -(-inner // spread.parts), (number * choices + crosses * number * spread.nodes + weighed * choices)
     return {
         "router input": stream * ((2 + (shared > 0)) if section.jitter else 1),
         "scores": number * section.experts * wide,
-        "choices": 2 * number * choices * CHOICE_BYTES,
-        "gate weights": number * (choices + (choices + 1) * section.normalise_top_k) * wide,
+        "choices": order * CHOICE_BYTES,
+        "gate weights": (weighed * choices + number * (choices + 1) * section.normalise_top_k) * wide,
         "router losses": losses,
-        "expert rows": tokens.rows * section.width * element,
-        "expert gate up": parts * tokens.rows * inner * element,
-        "expert outputs": tokens.rows * section.width * element,
+        "expert rows": spread.came * section.width * element,
+        "expert gate up": parts * spread.came * inner * element,
+        "expert outputs": spread.sent * section.width * element,
+        "order of rows": CHOICE_BYTES * spread.came * (tokens.dispatched is not None),
         "shared gate up": parts * number * shared * element,
         "shared down input": number * shared * element,
     }

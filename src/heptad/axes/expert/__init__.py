@@ -8,10 +8,10 @@ What is sent, for each block with experts:
 
 | when | what | elements each rank sends |
 |---|---|---|
-| before the rows | how many rows go to each expert | E of int64 (all-to-all), with ETP > 1 EP·E/EP more to each |
+| before the rows | how many go to each expert, in int64 | E (all-to-all), with ETP > 1 (ETP - 1)·E (all-gather) |
 | forward | a token's row to each expert that it chose (all-to-all) | K·n·D less what stays: about (1 - 1/EP) |
 | forward, ETP > 1 | the rows a rank got, to the others that hold these experts (all-gather) | (ETP - 1)·R·D |
-| forward, ETP > 1 | parts of their outputs back, summed there (reduce-scatter) | (ETP - 1)·R·D |
+| forward, ETP > 1 | parts of their outputs back, summed there (reduce-scatter) | the others' R·D |
 | forward | outputs back; the source weighs and sums them (all-to-all) | as many as came |
 | backward | the mirror: gradients of outputs out, gradients of rows back | as much again, but no counts |
 

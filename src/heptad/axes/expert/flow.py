@@ -21,6 +21,7 @@ import numpy.typing as npt
 from heptad.config.schema import Job
 from heptad.mesh.layout import BLOCK, Layout
 from heptad.precision.dtypes import Dtypes
+from heptad.recompute.expert_cost import Dispatched
 from heptad.units import BYTES_PER_ELEMENT
 
 Chosen = npt.NDArray[np.int64]
@@ -185,3 +186,13 @@ class Rows:
             (float(flow.inside[rank].sum()) - own, came(etp) - own),
             ((sizes.etp - 1) * came(etp), rest),
         )
+
+
+def dispatched(sizes: Sizes, flow: Flow, rank: int) -> Dispatched:
+    """What the activations of one mixture follow from, on the rank with this number in its block."""
+    edp, node, inner, etp = sizes.place(rank)
+    sources = [sizes.rank(edp, node, at, part) for at in range(sizes.inside) for part in range(sizes.etp)]
+    came = sum(float(flow.inside[source, inner]) for source in sources)
+    others = [sizes.rank(edp, at, inner, etp) for at in range(sizes.nodes)]
+    crossed = sum(float(flow.across[other, node]) for other in others) if sizes.nodes > 1 else 0.0
+    return Dispatched(round(float(flow.inside[rank].sum())), round(came), sizes.etp, sizes.nodes, round(crossed))
