@@ -36,6 +36,21 @@ LAYOUTS: dict[str, Options] = {
     ),
 }
 
+EXPERTS: dict[str, Options] = {
+    "one": dict(zero=3),
+    "ep 2 x edp 2": dict(dp_shard=4, zero=3, ep=2),
+    "ep 2 x etp 2": dict(dp_shard=4, zero=1, ep=2, etp=2),
+    "etp 3, whole": dict(dp_shard=3, zero=0, etp=3),
+    "ep 4, hsdp": dict(dp_replicate=2, dp_shard=4, zero=2, ep=4),
+    "tp 2 x cp 2, an odd order": dict(
+        tp=2, cp=2, dp_shard=2, zero=3, ep=2, etp=2, order="tp-cp-dp_replicate-dp_shard-pp"
+    ),
+}
+MOE: Options = dict(
+    layers=2, vocab=11, experts=7, experts_per_token=2, expert_width=7, dense_layers=1, shared_experts=1,
+    router="deepseek", bias_update_speed=0.1,
+)  # fmt: skip
+
 EVERY_KIND = GPT | dict(mlp="gated", activation="silu", attention_bias=True, qk_norm=True, layers=1, vocab=11)
 """Every parameter that a decoder can have."""
 
@@ -63,7 +78,7 @@ def arange(names: list[str], name: str, start: int, stop: int) -> Tensor:
 
 
 def names_of(trainer: Trainer) -> list[str]:
-    return sorted(piece.name for piece in trainer.pieces())
+    return sorted({piece.name for piece in trainer.pieces()})
 
 
 def save_arange(rank: int, job: Job, folder: Path) -> None:
@@ -88,7 +103,8 @@ def shapes_of(job: Job) -> dict[str, tuple[int, ...]]:
     """Whole tensors of an AdamW checkpoint."""
     shapes = {spec.name: spec.shape for spec in param_specs(job.model)}
     state = {f"{slot}/{name}": shape for slot in ("exp_avg", "exp_avg_sq") for name, shape in shapes.items()}
-    return shapes | state
+    biases = {name.replace("gate.weight", "bias"): shape[:1] for name, shape in shapes.items() if ".router." in name}
+    return shapes | state | biases
 
 
 def stored(path: Path) -> tuple[dict[str, list[int]], dict[str, Tensor], int]:
@@ -103,7 +119,17 @@ def stored(path: Path) -> tuple[dict[str, list[int]], dict[str, Tensor], int]:
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_c_056_parts_are_stored_in_global_order_and_load_under_every_layout(saved: str, tmp_path: Path) -> None:
     """q, k, v, gate and up of several tensor ranks, copied kv heads and padded rows: each element once, in place."""
-    job = adamw(tiny_job(EVERY_KIND, **LAYOUTS[saved]))
+    assert_loads_everywhere(EVERY_KIND, LAYOUTS, saved, tmp_path)
+
+
+@pytest.mark.parametrize("saved", ["one", "ep 2 x etp 2", "tp 2 x cp 2, an odd order"])
+def test_experts_are_stored_in_global_order_and_load_under_every_layout(saved: str, tmp_path: Path) -> None:
+    """Experts of several ranks, rows of them, missing ones and missing rows: each element once, in place."""
+    assert_loads_everywhere(MOE, EXPERTS, saved, tmp_path)
+
+
+def assert_loads_everywhere(model: Options, layouts: dict[str, Options], saved: str, tmp_path: Path) -> None:
+    job = adamw(tiny_job(model, **layouts[saved]))
     forked(world_of(job), save_arange, job, tmp_path)
     (path,) = tmp_path.iterdir()
     shapes, flat, total = stored(path)
@@ -113,8 +139,8 @@ def test_c_056_parts_are_stored_in_global_order_and_load_under_every_layout(save
     names = sorted(want)
     for name, values in flat.items():
         assert torch.equal(values, arange(names, name, 0, values.numel())), name
-    for loaded, layout in LAYOUTS.items():
-        other = adamw(tiny_job(EVERY_KIND, **layout))
+    for loaded, layout in layouts.items():
+        other = adamw(tiny_job(model, **layout))
         held = [item for ranges in forked(world_of(other), load_arange, other, path) for item in ranges]
         for name, shape in want.items():
             ends = sorted({(start, stop) for held_name, start, stop in held if held_name == name and start < stop})
@@ -163,4 +189,15 @@ def test_c_037_padded_rows_are_not_saved_and_any_degree_loads(tied: bool, tmp_pa
     for degree in (1, 2, 3, 4):
         other = adamw(tiny_job(WIDE | dict(tied=tied), tp=degree, zero=1))
         for loss in forked(degree, load_and_evaluate, other, path):
+            assert loss == pytest.approx(next(iter(losses)), rel=1e-12)
+
+
+def test_experts_that_were_trained_evaluate_alike_under_every_layout(tmp_path: Path) -> None:
+    job = adamw(tiny_job(MOE, **EXPERTS["tp 2 x cp 2, an odd order"]))
+    losses = set(forked(world_of(job), train_and_save, job, tmp_path))
+    assert len(losses) == 1
+    (path,) = tmp_path.iterdir()
+    for name in ("one", "ep 2 x edp 2", "ep 2 x etp 2", "ep 4, hsdp"):
+        other = adamw(tiny_job(MOE, **EXPERTS[name]))
+        for loss in forked(world_of(other), load_and_evaluate, other, path):
             assert loss == pytest.approx(next(iter(losses)), rel=1e-12)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from tests.optim.fixtures import cut, masters, section, set_grads, values
+from tests.tiny import tiny_job
 from torch import Tensor
 
+from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.mesh.collectives import Group
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.mesh.ledger import Ledger
+from heptad.models.spec import param_specs
 from heptad.optim.build import build_optimizer
 from heptad.optim.norm import CHUNK, clip_, clip_factor, grad_norm, total_norm
 from heptad.trace import Transfer
+from heptad.train.step import Trainer
 
 
 def world_group(rank: int, size: int) -> Group:
@@ -129,6 +134,51 @@ def test_c_014_tensors_on_several_meshes(p: float) -> None:
         assert norm == pytest.approx(want, rel=1e-12)
         for got, full in zip(clipped, whole, strict=True):
             torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), full / want, rtol=1e-12, atol=1e-14)
+
+
+CARVED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "both cut over all ranks, in another order": (
+        dict(zero=3, tp=2, dp_shard=2, ep=2, order="tp-cp-dp_replicate-dp_shard-pp"), {"dp_shard*tp"}),
+    "the same two ranks": (dict(zero=0, dp_shard=2, tp=2, ep=2), {"ep"}),
+    "other two ranks": (dict(zero=0, dp_shard=2, tp=2, ep=2, order="tp-cp-dp_replicate-dp_shard-pp"), {"ep", "tp"}),
+    "experts alone": (dict(zero=0, dp_shard=4, ep=2, etp=2), {"ep*etp"}),
+    "hsdp": (dict(zero=2, dp_replicate=2, dp_shard=2, ep=2), {"dp_shard"}),
+}  # fmt: skip
+"""Layout of four ranks, axes over which the norm is summed."""
+
+
+def c_014_carved(rank: int, job: Job) -> tuple[list[float], list[float], list[Transfer]]:
+    """Norms of keyed gradients, and after clipping; every shard has the values of its range of the whole tensors."""
+    trainer = Trainer(job, rank, torch.device("cpu"))
+    shards, whole = trainer.engine.shards, whole_carved(job)
+    for shard in shards:
+        shard.gradient().copy_(whole[shard.spec.name].view(-1)[shard.start : shard.stop])
+    trainer.mesh.ledger.reset()
+    norm = total_norm(shards)
+    counted = trainer.mesh.ledger.transfers()
+    norms = [norm.item(), total_norm(shards, math.inf).item()]
+    clip_(shards, 0.5, norm)
+    for shard in shards:
+        clipped = whole[shard.spec.name].view(-1)[shard.start : shard.stop] * (0.5 / norm)
+        torch.testing.assert_close(shard.gradient(), clipped, rtol=1e-12, atol=0)
+    return norms, [total_norm(shards).item()], counted
+
+
+def whole_carved(job: Job) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(7)
+    return {spec.name: torch.randn(spec.shape, generator=made, dtype=torch.float64) for spec in param_specs(job.model)}
+
+
+@pytest.mark.parametrize("name", CARVED)
+def test_c_014_dense_parameters_and_experts_on_ranks_of_their_own(name: str) -> None:
+    """Each element counts once, and families that the same ranks hold share a sum, whatever the order of its ranks."""
+    layout, axes = CARVED[name]
+    job = tiny_job(dict(layers=1, experts=5, expert_width=7), **layout)
+    flat = torch.cat([tensor.reshape(-1) for tensor in whole_carved(job).values()])
+    want = [float(torch.linalg.vector_norm(flat, p)) for p in (2.0, math.inf)]
+    for norms, clipped, counted in forked(4, c_014_carved, job):
+        assert norms == pytest.approx(want, rel=1e-12) and clipped == pytest.approx([0.5], rel=1e-12)
+        assert {item.axis for item in counted} == axes and all(item.count == 1 for item in counted)
 
 
 def test_c_121_pre_clip_norm_and_factor() -> None:

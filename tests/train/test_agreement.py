@@ -59,6 +59,25 @@ def test_c_036_a_parted_copy_on_a_tensor_rank_is_named_on_every_rank(
         forked(ranks, start, job, perturbed, name)
 
 
+# Experts: other ones on the ranks of ep, other rows on those of etp, copies on those of edp and dp_replicate.
+EXPERTS = [
+    (4, dict(dp_shard=4, ep=2, zero=0), 3, "blocks.1.mlp.experts.up.weight", 1),
+    (4, dict(dp_shard=2, tp=2, ep=2, zero=0), 2, "blocks.1.mlp.experts.down.weight", 0),
+    (4, dict(dp_replicate=2, dp_shard=2, etp=2, zero=3), 3, "blocks.1.mlp.experts.gate.weight", 1),
+    (2, dict(tp=2, ep=2, zero=1), 1, "blocks.1.mlp.router.gate.weight", 0),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "perturbed", "name", "first"), EXPERTS)
+def test_copies_of_an_expert_are_compared_and_no_others(
+    ranks: int, layout: dict[str, int], perturbed: int, name: str, first: int
+) -> None:
+    job = tiny_job(dict(layers=2, experts=4, expert_width=7, dense_layers=1), **layout)
+    forked(ranks, start, job, -1)
+    with pytest.raises(RankFailed, match=rf"replicas of {name} differ between rank {first} and others"):
+        forked(ranks, start, job, perturbed, name)
+
+
 def test_c_036_optimizer_state_of_copies_is_compared_too() -> None:
     job = tiny_job(tp=2, zero=0)
     adamw = job.optimizer.model_copy(update={"name": "adamw"})

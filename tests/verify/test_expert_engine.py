@@ -1,0 +1,64 @@
+"""The data engine with two families of parameters: experts on other ranks than dense ones, as one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.verify.layouts import layout_job
+from tests.verify.several import assert_all_right, together
+from tests.verify.test_moe_layouts import CUT, DEEPSEEK, FOUR, FURTHER, SOFTMAX, cut, piped
+
+from heptad.config.check import problems
+from heptad.loader.synthetic import synthetic
+from heptad.mesh.layout import Layout
+
+SEVEN = {**SOFTMAX, "experts": 7}
+SGD = dict(name="sgd", lr=0.1, clip_norm=None, schedule="constant")
+CLIPPED = dict(name="sgd", lr=0.1, momentum=0.9, clip_norm=0.05)
+ODD = dict(tp=2, cp=2, order="tp-cp-dp_replicate-dp_shard-pp")
+
+JOBS: dict[str, dict[str, Any]] = {
+    "c-041: ep 2 x dp 2, stage 0": {**cut(SOFTMAX, 4, zero=0, ep=2), "optimizer": SGD},
+    "c-041: ep 2 x dp 2, stage 3": {**cut(DEEPSEEK, 4, zero=3, ep=2), "optimizer": SGD},
+    "c-041: ep is the world": {**cut(SEVEN, 4, zero=3, ep=4), "optimizer": SGD},
+    "c-041: ep is the world of two": {**cut(DEEPSEEK, 2, zero=1, ep=2), "optimizer": SGD},
+    "c-041: etp is the world": {**cut(SEVEN, 4, zero=2, etp=4), "optimizer": SGD},
+    "c-014: clipped, stage 0": {**cut(DEEPSEEK, 4, zero=0, ep=2), "optimizer": CLIPPED},
+    "c-014: clipped, both cut": {**cut(SOFTMAX, 2, tp=2, ep=2, etp=2, zero=1), "optimizer": CLIPPED},
+    "c-014: the same ranks in another order": {**cut(FURTHER, 1, zero=1, ep=2, etp=2, **ODD), "optimizer": CLIPPED},
+    "c-014: other ranks, as many": {**cut(FURTHER, 1, zero=0, ep=2, **ODD), "optimizer": CLIPPED},
+    "hsdp": cut(FURTHER, 4, dp_replicate=2, dp_shard=2, zero=2, ep=2),
+    "hsdp, edp left": cut(DEEPSEEK, 8, dp_replicate=2, dp_shard=4, zero=3, etp=2),
+    "micro-batches reduced": cut(SEVEN, 4, zero=3, ep=2, etp=2, reduce_grads="microbatch", prefetch=2),
+    "shared buckets": cut(FURTHER, 4, zero=2, ep=2, bucket_mb=0.02),
+    "frozen experts": cut({**DEEPSEEK, "frozen": ("*.experts.*",)}, 4, zero=3, ep=2),
+    "only experts train": cut({**SEVEN, "frozen": ("embed.*", "head.*", "*.attention.*", "*norm*")}, 4, zero=1, etp=2),
+    "recomputed": {**cut(DEEPSEEK, 2, zero=3, ep=2), "recompute": dict(mode="full")},
+    "offload": {**cut(SOFTMAX, 2, zero=1, etp=2), "offload": dict(activations="cpu")},
+    "muon": {**cut(DEEPSEEK, 4, zero=3, ep=2, etp=2), "optimizer": dict(name="muon", muon_lr=0.05)},
+    "fp32": {**cut(DEEPSEEK, 4, zero=2, ep=2), "params": "fp32"},
+    "bf16": {**cut(SEVEN, 2, zero=3, ep=2), "params": "bf16"},
+    "tp inside, ep outside": cut(DEEPSEEK, 2, **CUT, ep=2, zero=3),
+    "an odd order": cut(SEVEN, 2, **ODD, dp_shard=2, ep=2, etp=2, zero=3),
+    "1f1b": piped("1f1b", FURTHER, 2, ep=2),
+    "dualpipe": piped("dualpipe", FURTHER, 2, etp=2),
+    "zbv": {**piped("zbv", FOUR, 4, ep=2), "zero": 3},
+    "interleaved": {**piped("interleaved", FOUR, 2, ep=2), "zero": 2},
+    "pipedream": {**piped("pipedream", DEEPSEEK, 2, ep=2), "optimizer": dict(clip_norm=None)},
+}
+
+
+def test_every_job_is_a_legal_one() -> None:
+    assert not [(name, found) for name, item in JOBS.items() for found in problems(layout_job(**item))]
+
+
+BY_RANKS = together(
+    [{"name": name} for name in JOBS], lambda item: Layout.of(layout_job(**JOBS[item["name"]]).layout).world
+)
+
+
+@pytest.mark.parametrize("items", BY_RANKS, ids=lambda items: ", ".join(item["name"] for item in items))
+def test_layouts(items: list[dict[str, Any]]) -> None:
+    jobs = [layout_job(**JOBS[item["name"]]) for item in items]
+    assert_all_right([(job, synthetic(job)) for job in jobs])
