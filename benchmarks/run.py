@@ -5,7 +5,7 @@
     python -m benchmarks.run --only stage3     one line, printed, nothing written; may be given more than once
     python -m benchmarks.run --quick           fewer repetitions: does it run, not how fast it is; nothing written
 
-Lines that need root (a cluster in a box) are reported as not measured without it. Exit code 1 when a target is
+Lines that need root (a cluster in a box) or a GPU are reported as not measured without it. Exit code 1 when a target is
 missed.
 """
 
@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from benchmarks.lines import Effort, Row
 
-from benchmarks import context, lines, link, netbox, overlap, pipeline, ringlink, tensor, waits
+from benchmarks import context, expert, lines, link, netbox, overlap, pipeline, ringlink, tensor, turns, waits
 
 Lines = dict[str, Callable[[Effort], list[Row]]]
 PARTS: dict[str, Lines] = {
@@ -51,6 +52,12 @@ PARTS: dict[str, Lines] = {
         "context-ways": context.ways,
         "context-link": ringlink.over_link,
     },
+    "expert": {
+        "expert-levels": expert.two_levels,
+        "expert-overlap": turns.overlapped,
+        "expert-dense": expert.against_dense,
+        "expert-grouped": expert.grouped_products,
+    },
     "pipeline": {
         "pipeline": pipeline.against_torch,
         "pipeline-idle": waits.idle_time,
@@ -65,7 +72,8 @@ PARTS: dict[str, Lines] = {
 }
 """A part of the page -> its lines, which are measured together."""
 LINES: Lines = {name: measure for part in PARTS.values() for name, measure in part.items()}
-NEED_BOX = ("slow-link", "hsdp", "wire", "tensor-overlap", "context-link")
+NEED_BOX = ("slow-link", "hsdp", "wire", "tensor-overlap", "context-link", "expert-levels", "expert-overlap")
+NEED_GPU = ("expert-grouped",)
 CAUSES = {
     "stage 0 ÷ torch DDP": (
         "both send the same bytes; a tapped layer costs about 70 µs of Python a step more than a plain one, 3 ms a "
@@ -127,11 +135,12 @@ def table(rows: Sequence[Row]) -> str:
 
 def measured(names: Sequence[str], effort: Effort) -> tuple[list[Row], str]:
     """Rows of these lines, printed as they come, and what to say about those that cannot be measured here."""
-    rows, unmeasured, problem = [], [], netbox.missing()
+    rows, unmeasured, no_box, no_gpu = [], defaultdict[str, list[str]](list), netbox.missing(), expert.no_gpu()
     for name in names:
-        if name in NEED_BOX and problem is not None:
+        problem = no_box if name in NEED_BOX else no_gpu if name in NEED_GPU else None
+        if problem is not None:
             print(f"{name}: not measured: {problem}", file=sys.stderr)
-            unmeasured.append(name)
+            unmeasured[problem].append(name)
             continue
         start = time.monotonic()
         found = LINES[name](effort)
@@ -139,7 +148,7 @@ def measured(names: Sequence[str], effort: Effort) -> tuple[list[Row], str]:
         for row in found:
             print(" | ".join(cells(row)), flush=True)
         rows += found
-    return rows, f"\nNot measured ({problem}): {', '.join(unmeasured)}.\n" if unmeasured else ""
+    return rows, "".join(f"\nNot measured ({problem}): {', '.join(found)}.\n" for problem, found in unmeasured.items())
 
 
 def page(before: str, sections: dict[str, str]) -> str:
