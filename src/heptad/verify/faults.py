@@ -1,8 +1,8 @@
 """Faults that `verify --inject` plants, each a small change to one rank's running objects: what a real bug would do.
 
 What a fault is: `fault.py`. Those of the data axis: `data_faults.py`; of the tensor axis and of recompute:
-`tensor_faults.py`; of the pipeline: `pipeline_faults.py`; of the context axis: `context_faults.py`. `a+b` plants two.
-What `verify` names is measured (`localise.py`).
+`tensor_faults.py`; of the pipeline: `pipeline_faults.py`; of the context axis: `context_faults.py`; of the expert axes:
+`expert_faults.py`. `a+b` plants two. What `verify` names is measured (`localise.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from heptad.errors import ConfigError, nearest
 from heptad.models.build import build
 from heptad.verify.context_faults import CONTEXT
 from heptad.verify.data_faults import DATA
+from heptad.verify.expert_faults import EXPERT
 from heptad.verify.fault import Fault, FaultKind
 from heptad.verify.pipeline_faults import PIPELINE
 from heptad.verify.tensor_faults import TENSOR
 
-KINDS: dict[str, FaultKind] = {**DATA, **TENSOR, **PIPELINE, **CONTEXT}
+KINDS: dict[str, FaultKind] = {**DATA, **TENSOR, **PIPELINE, **CONTEXT, **EXPERT}
 _AIMED = "param"
 """The one kind that takes a parameter's name."""
 

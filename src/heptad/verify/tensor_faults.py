@@ -82,7 +82,7 @@ def _recomputed_dropout(job: Job) -> tuple[str, ...] | str:
 # What they do
 
 
-def _left_out(fault: Fault, trainer: Trainer) -> None:
+def left_out(fault: Fault, trainer: Trainer) -> None:
     """The aimed gradient is not summed with the others that are only a part."""
     for members, group, _ in engine_of(trainer)._parts:
         if group.axis != "tp":
@@ -163,7 +163,7 @@ TENSOR: dict[str, FaultKind] = {
     "norm_not_summed": FaultKind(
         "a norm's gradient, of this rank's tokens or heads only, is not summed over tensor ranks",
         _where(_partial_norms, "every norm sees all tokens and heads (layout.sequence_parallel, model.qk_norm)"),
-        _left_out,
+        left_out,
         _partial_norm,
     ),
     "bias_repeated": FaultKind(
@@ -179,7 +179,7 @@ TENSOR: dict[str, FaultKind] = {
     "kv_not_summed": FaultKind(
         "the gradient of a kv head that tensor ranks share is not summed over them",
         _where(_shared_kv, "no kv head is shared (model.kv_heads >= layout.tp)"),
-        _left_out,
+        left_out,
         _kv_copy,
     ),
     "padded_logit": FaultKind(
