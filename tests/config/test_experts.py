@@ -98,6 +98,12 @@ def test_expert_axes_that_would_hold_nothing_are_refused(name: str) -> None:
     assert any(said in line for line in lines), lines
 
 
+def test_each_tensor_rank_holds_rows_of_the_shared_experts() -> None:
+    rule = "each of the tp = 4 ranks holds a row, but there are 3 (3 × 1) (expert_width = 4, or tp = 2)"
+    assert f"model.expert_width: {rule}" in found({"tp": 4}, expert_width=1, shared_experts=3)
+    assert found({"tp": 4}, dense_layers=0, mlp_width=1) == []  # no block has such an MLP
+
+
 def test_predictions_want_one_token_table() -> None:
     lines = found({"pp": 2, "schedule": "pipedream", "zero": 1}, mtp_depth=1)
     assert any("pipedream would update it at two times" in line for line in lines)

@@ -165,7 +165,11 @@ def _tensor(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
         )
     if rule:
         yield Problem("model.kv_heads", kv_heads, rule, _kv_fix(tp, heads, kv_heads))
-    yield from _rows("model.mlp_width", model.mlp_width, tp, heads)
+    if model.experts is None or model.dense_layers:
+        yield from _rows("model.mlp_width", model.mlp_width, tp, heads)
+    inner = model.shared_experts * (model.expert_width or model.mlp_width) if model.experts is not None else 0
+    if inner:
+        yield from _rows("model.expert_width", inner, tp, heads, model.shared_experts)
     yield from _rows("model.vocab", model.vocab, tp, heads)
 
 
@@ -180,20 +184,22 @@ def _kv_fix(tp: int, heads: int, kv_heads: int) -> str:
     return fix
 
 
-def _rows(field: str, rows: int, tp: int, heads: int) -> Iterator[Problem]:
-    """Rows are cut into equal parts, the last ones padded; a part of padding alone would compute nothing."""
+def _rows(field: str, rows: int, tp: int, heads: int, each: int = 1) -> Iterator[Problem]:
+    """Rows are cut into equal parts, the last ones padded; a part of padding alone would compute nothing. each: rows of
+    the size that `field` counts (of shared experts, which are one MLP, all have it)."""
     if holds_rows(rows, tp):
         return
     key, part = field.partition(".")[2], -(-rows // tp)
     if rows < tp:
-        rule = f"each of the tp = {tp} ranks holds a row, but there are {rows}"
+        product = f" ({each} × {rows // each})" if each > 1 else ""
+        rule = f"each of the tp = {tp} ranks holds a row, but there are {rows}{product}"
     else:
         rule = f"each of the tp = {tp} ranks holds a row, but with {part} rows a rank {-(-rows // part)} ranks hold all"
-    below = [item for item in range(1, rows) if holds_rows(item, tp)][-1:]
-    above = next(item for item in range(rows, rows + tp * tp) if holds_rows(item, tp))
+    below = [item for item in range(1, -(-rows // each)) if holds_rows(each * item, tp)][-1:]
+    above = next(item for item in range(rows // each, rows + tp * tp) if holds_rows(each * item, tp))
     degree = max(item for item in divisors(heads) if item < tp and holds_rows(rows, item))
     sizes = " or ".join(map(str, [*below, above]))
-    yield Problem(field, rows, rule, f"{key} = {sizes}, or tp = {degree}")
+    yield Problem(field, rows // each, rule, f"{key} = {sizes}, or tp = {degree}")
 
 
 def holds_rows(rows: int, tp: int) -> bool:
