@@ -12,9 +12,10 @@ the formulas: FIELD.md, `units.sent_bytes`. Read next: `ledger.py`, `axes/data/e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Ranks along one axis (or several, joined by '*'); `index` is this rank's place; `pg` is None for one rank."""
+    """Ranks along one axis (or several, joined by '*'); `index` is this rank's place; `pg` is None for one rank.
+
+    numbers: of the collectives of `pg`, which other axes with the same ranks may share.
+    """
 
     axis: str
     ranks: tuple[int, ...]
@@ -45,7 +49,7 @@ class Group:
     pg: dist.ProcessGroup | None
     ledger: Ledger
     point_to_point: bool = True
-    next_tag: int = field(default=0)
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
     def size(self) -> int:
@@ -53,9 +57,8 @@ class Group:
         return len(self.ranks)
 
     def tag(self) -> int:
-        """The number of the next collective of this group: the same on every rank when the order is the same."""
-        self.next_tag += 1
-        return self.next_tag
+        """The number of the next collective of these ranks: the same on every rank when the order is the same."""
+        return next(self.numbers)
 
 
 class Work:

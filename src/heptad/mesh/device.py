@@ -5,7 +5,8 @@ Their number depends on the axes in use, never on the model's depth. Read next: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from heptad.mesh.collectives import Group
 from heptad.mesh.layout import Layout
 from heptad.mesh.ledger import Ledger
 
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+Made = dict[tuple[int, ...], tuple[dist.ProcessGroup | None, Iterator[int]]]
+"""Ranks -> their process group, and the numbers of its collectives: of all axes along which it lies."""
 
 
 class Mesh:
@@ -24,7 +26,7 @@ class Mesh:
     def __init__(self, layout: Layout, rank: int, wanted: Sequence[tuple[str, ...]], device: torch.device) -> None:
         self.layout, self.rank, self.device, self.ledger = layout, rank, device, Ledger()
         self._groups: dict[tuple[str, ...], Group] = {}
-        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._made: Made = {}
         for axes in wanted:
             self._groups[axes] = self._make(axes, layout.degree(*axes))
 
@@ -36,17 +38,17 @@ class Mesh:
         assert mine is not None
         return mine
 
-    def _of(
-        self, name: str, runs: Sequence[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]
-    ) -> Group | None:
+    def _of(self, name: str, runs: Sequence[tuple[int, ...]], made: Made) -> Group | None:
         """Makes the groups `runs` that are not in `made` yet, on all ranks alike; this rank's, if it is in one."""
         for ranks in runs:
             if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks), sort_ranks=False) if len(ranks) > 1 else None
+                several = len(ranks) > 1
+                made[ranks] = dist.new_group(list(ranks), sort_ranks=False) if several else None, count(1)
         mine = next((run for run in runs if self.rank in run), None)
         if mine is None:
             return None
-        return Group(name, mine, mine.index(self.rank), made[mine], self.ledger, self.device.type == "cpu")
+        pg, numbers = made[mine]
+        return Group(name, mine, mine.index(self.rank), pg, self.ledger, self.device.type == "cpu", numbers)
 
     def neighbours(self, axis: str, size: int) -> Group:
         """Runs of `size` neighbours along `axis` (a divisor of its degree). Collective over all ranks: made here."""
