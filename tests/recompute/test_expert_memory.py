@@ -69,6 +69,28 @@ def test_bytes_alive_where_experts_lie_on_several_ranks_follow_from_the_routing(
             assert one.measured == one.predicted, (name, one.actions)
 
 
+CUT: dict[str, Any] = dict(tp=2, sequence_parallel=True)
+AXES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax, tp": ({**SOFTMAX, "shared_experts": 1}, dict(tp=2)),
+    "softmax, cut, jitter": ({**SOFTMAX, "jitter": 0.1, "shared_experts": 1}, CUT),
+    "deepseek, tp": ({**DEEPSEEK, "balance_loss": 0.1, "z_loss": 0.1}, dict(tp=2)),
+    "deepseek, cut": ({**DEEPSEEK, "balance_loss": 0.1}, CUT),
+    "deepseek, kept": (DEEPSEEK, {**CUT, "keep_gathered": True}),
+    "whole queries, cut": ({**DEEPSEEK, "q_lora_rank": None}, CUT),
+    "whole queries, kept": ({**DEEPSEEK, "q_lora_rank": None}, {**CUT, "keep_gathered": True}),
+    "filled up": ({**DEEPSEEK, "heads": 8}, {**CUT, "tp": 4}),
+    "formed scores, tp": ({**DEEPSEEK, "attention": "math"}, dict(tp=2)),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_of_a_tensor_rank_too(name: str) -> None:
+    model, job = AXES[name]
+    for found in forked(job["tp"], many, [(memory_job(model, **job), False)]):
+        for one in found:
+            assert one.measured == one.predicted, one.actions
+
+
 def test_multi_token_prediction_is_refused() -> None:
     with pytest.raises(AssertionError, match="not counted"):
         Sizes(ModelSection(mtp_depth=1), 1, 7)

@@ -129,8 +129,11 @@ class Sizes:
     @property
     def routed(self) -> Tokens:
         """What experts see of it."""
-        rows = self.tokens * self.section.experts_per_token if self.rows is None else self.rows
-        return Tokens(self.batch, self.length, rows, self.element_bytes, self.wide_bytes, self.dispatched)
+        first = min(self.index * -(-self.tokens // self.tp), self.tokens)
+        own = min(-(-self.tokens // self.tp), self.tokens - first)  # of a last rank's tokens some fill it up
+        rows = own * self.section.experts_per_token if self.rows is None else self.rows
+        cut = self.tp, self.sequence, self.keep
+        return Tokens(self.batch, self.length, rows, self.element_bytes, self.wide_bytes, self.dispatched, *cut)
 
     @property
     def own_tokens(self) -> int:

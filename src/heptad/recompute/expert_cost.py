@@ -1,26 +1,28 @@
-"""Bytes of activations of latent attention and of a mixture of experts, on one rank that holds all of a block. Pure.
+"""Bytes of activations of latent attention and of a mixture of experts, on one rank. Pure.
 
 As in `cost.py`, whose legend holds: named terms, once a storage, as they live from a forward to its backward. Beside
 it: E experts, K a token, R rows of routed experts (N·K where nothing is dropped and no row is filled up), I inner width
 of an expert, S of all shared ones together; r and c latents of queries and of keys and values, p and t features of a
-head without and with position, v of a value; s statistics of a norm.
+head without and with position, v of a value; s statistics of a norm; m tokens that a rank routes, ⌈N/T⌉; g tokens that
+a region keeps of what it read, n or with `keep_gathered` T·n.
 
 | term | bytes | who needs it |
 |---|---|---|
-| latents input | N·D·e | weight gradients of what makes both latents |
-| query latent | 2·N·r·e + N·s·w, where queries have one | its norm (input, statistics), weight gradient of `q_b` |
-| key value latent | N·(2c + t)·e + N·s·w | its norm, with the shared key in one storage; weight gradient of `kv_b` |
-| q, k, v | N·H·(3·(p + t))·e; math: values as they are, with the keys they were split from | core attention |
-| attention output | N·H·(p + t + v)·e, math N·H·v·e | the fused kernel, padded; weight gradient of `out` |
-| router input | N·D·e; jitter: twice, and once more with shared experts | weight gradient of the router; the noise |
-| scores | N·E·w | softmax or sigmoid |
-| choices | N·K·8, twice | gather of scores; order of rows |
-| gate weights | N·K·w; normalised: twice, and N·w | product with the experts' outputs; the quotient |
-| router losses | balance: B·E·w, deepseek N·w more; z: N·E·w + N·w; either: B·N·w + 8·B | as they say |
+| latents input | n·D·e; queries without a latent, `keep_gathered`: T·n·D·e more | weight gradients of what reads it |
+| query latent | (n + g)·r·e + n·s·w, where queries have one | its norm (input, statistics), weight gradient of `q_b` |
+| key value latent | n·(c + t)·e + g·c·e + n·s·w | its norm, with the shared key; weight gradient of `kv_b` |
+| q, k, v | N·h·(3·(p + t))·e; math: values as they are, with the keys they were split from | core attention |
+| attention output | N·h·(p + t + v)·e, math N·h·v·e | the fused kernel, padded; weight gradient of `out` |
+| router input | m·D·e; jitter: twice | weight gradient of the router; the noise |
+| shared input | of a whole stream cut for routing N·D·e; `keep_gathered`: T·n·D·e; jitter: n·D·e | as of an MLP |
+| scores | m·E·w | softmax or sigmoid |
+| choices | m·K·8, twice | gather of scores; order of rows |
+| gate weights | m·K·w; normalised: twice, and m·w | product with the experts' outputs; the quotient |
+| router losses | balance: B·E·w, deepseek m·w more; z: m·E·w + m·w; either: B·m·w + 8·B | as they say |
 | expert rows, expert outputs | R·D·e each | weight gradients of gate and up; those of the gate weights |
 | expert gate up | 2·R·I·e (plain: R·I·e) | the activation, formed again |
 | order of rows | R·8, where experts lie on several ranks | the way back of rows that came |
-| shared gate up, shared down input | 2·N·S·e (plain: N·S·e), N·S·e | as of an MLP |
+| shared gate up, shared down input | 2·N·⌈S/T⌉·e (plain: half), N·⌈S/T⌉·e | as of an MLP |
 
 Where experts lie on several ranks (`Dispatched`), R is the rows that come to this rank's experts, or where they are cut
 too, to those of all ranks with parts of them, and I is ⌈I/ETP⌉; outputs are those of the M rows that this rank sent. In
@@ -56,7 +58,8 @@ class Dispatched:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """N = batch · length tokens; rows: R; element, wide: bytes of an element and of a statistic; dispatched: where
-    experts lie on several ranks."""
+    experts lie on several ranks. tp: T; sequence, keep: the stream is cut, and what a region gathered is kept.
+    """
 
     batch: int
     length: int
@@ -64,26 +67,45 @@ class Tokens:
     element: int
     wide: int
     dispatched: Dispatched | None = None
+    tp: int = 1
+    sequence: bool = False
+    keep: bool = False
 
     @property
     def number(self) -> int:
         """N."""
         return self.batch * self.length
 
+    @property
+    def routed(self) -> int:
+        """m."""
+        return -(-self.number // self.tp)
+
+    @property
+    def stream(self) -> int:
+        """n."""
+        return self.routed if self.sequence else self.number
+
+    @property
+    def entered(self) -> int:
+        """g."""
+        return self.stream * (self.tp if self.sequence and self.keep else 1)
+
 
 def latent_terms(section: ModelSection, tokens: Tokens, formed: bool) -> dict[str, int]:
     """Between the attention's norm and the probabilities, and its output; formed: scores are formed."""
     nope, rope = section.qk_nope_head_dim or 0, section.qk_rope_head_dim or 0
     value, rank = section.v_head_dim or 0, section.kv_lora_rank or 0
-    number, element, heads = tokens.number, tokens.element, section.heads
-    statistics = number * tokens.wide * (2 if section.norm == "layer" else 1)
+    number, stream, element, heads = tokens.number, tokens.stream, tokens.element, section.heads // tokens.tp
+    statistics = stream * tokens.wide * (2 if section.norm == "layer" else 1)
     queries = section.q_lora_rank or 0
     whole, own = nope + rope, nope + value  # of a head: a query; a key without position and a value, in one storage
+    gathered = 0 if queries or tokens.entered == stream else tokens.entered
     output = value if formed or whole == value else whole + value
     return {
-        "latents input": number * section.width * element,
-        "query latent": (2 * number * queries * element + statistics) if queries else 0,
-        "key value latent": number * (2 * rank + rope) * element + statistics,
+        "latents input": (stream + gathered) * section.width * element,
+        "query latent": ((stream + tokens.entered) * queries * element + statistics) if queries else 0,
+        "key value latent": (stream * (rank + rope) + tokens.entered * rank) * element + statistics,
         "q, k, v": number * heads * (2 * whole + (own if formed or whole == value else whole)) * element,
         "attention output": number * heads * output * element,
     }
@@ -92,10 +114,10 @@ def latent_terms(section: ModelSection, tokens: Tokens, formed: bool) -> dict[st
 def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
     """Behind the MLP's norm."""
     assert section.experts is not None and section.expert_width is not None
-    number, element, wide = tokens.number, tokens.element, tokens.wide
+    number, element, wide = tokens.routed, tokens.element, tokens.wide
     choices, inner = section.experts_per_token, section.expert_width
     parts = 2 if section.mlp == "gated" else 1
-    stream, shared = number * section.width * element, section.shared_experts * inner
+    shared = -(-section.shared_experts * inner // tokens.tp)
     balance = section.balance_loss if section.router == "deepseek" else section.aux_loss
     losses = (number * wide + CHOICE_BYTES) * tokens.batch * bool(balance or section.z_loss)
     if balance:
@@ -108,7 +130,8 @@ def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
     weighed = spread.crossed if crosses else number  # rows whose weights are kept here
     inner, order = -(-inner // spread.parts), (number * choices + crosses * number * spread.nodes + weighed * choices)
     return {
-        "router input": stream * ((2 + (shared > 0)) if section.jitter else 1),
+        "router input": number * section.width * element * (2 if section.jitter else 1),
+        "shared input": _shared_input(section, tokens) * section.width * element,
         "scores": number * section.experts * wide,
         "choices": order * CHOICE_BYTES,
         "gate weights": (weighed * choices + number * (choices + 1) * section.normalise_top_k) * wide,
@@ -117,6 +140,15 @@ def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
         "expert gate up": parts * spread.came * inner * element,
         "expert outputs": spread.sent * section.width * element,
         "order of rows": CHOICE_BYTES * spread.came * (tokens.dispatched is not None),
-        "shared gate up": parts * number * shared * element,
-        "shared down input": number * shared * element,
+        "shared gate up": parts * tokens.number * shared * element,
+        "shared down input": tokens.number * shared * element,
     }
+
+
+def _shared_input(section: ModelSection, tokens: Tokens) -> int:
+    """Tokens of the stream that shared experts keep beside what the router keeps."""
+    if not section.shared_experts:
+        return 0
+    if tokens.entered > tokens.routed:  # of a whole stream all, or what was gathered
+        return tokens.entered
+    return tokens.stream if section.jitter else 0
