@@ -44,8 +44,8 @@ class Mixture:
     layers: int = 6
     width: int = 256
     experts: int = 8
-    choices: int = 2
-    tokens: int = 512
+    choices: int = 4
+    tokens: int = 256
     microbatches: int = 12
     sleep: float = 1.1
     """Of a forward's attention, and of its experts, ÷ the time of one all-to-all; backwards sleep twice as long."""
