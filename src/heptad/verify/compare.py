@@ -21,6 +21,8 @@ gradients is 0.9 to 1.3 of the largest of theirs (T = 2, 4; without them it is 3
 
 So does the context axis: what a query gets is merged of the parts that ranks computed, each rounded. Those runs attend
 in as many parts (`partial_keys.py`); with them the distance is 0.5 to 1.0 of theirs (C = 2, 4; without 1.2 to 5.4).
+
+And expert axes, where ranks hold parts of an expert or tokens cross to nodes once: `partial_experts.py`.
 """
 
 from __future__ import annotations

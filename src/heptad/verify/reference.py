@@ -33,6 +33,7 @@ from heptad.models.router import routers
 from heptad.models.spec import ParamSpec
 from heptad.precision.policy import Policy
 from heptad.train.balance import biased, summed
+from heptad.verify.partial_experts import partial_experts, rounds
 from heptad.verify.partial_keys import partial_keys
 from heptad.verify.update import WholeOptimizer
 
@@ -123,7 +124,7 @@ class Reference:
         Reversing a logical dim ("width", "mlp") of every parameter that has it is the same function of the batch.
         Dropout is keyed by feature, so with dropout the width stays as it is. Under the tensor axis also `DRAWS` runs
         that form the sums it cuts as partial sums, as many as ranks, each rounded; under the context axis attention in
-        parts; every run cuts elsewhere.
+        parts; under expert axes that round where one device does not, mixtures in parts; every run cuts elsewhere.
         """
         return self._reordered(self.batches(step))
 
@@ -131,12 +132,15 @@ class Reference:
         tp, cp, (ring, _) = self.job.layout.tp, self.job.layout.cp, degrees(self.job.layout)
         backwards = [joined(list(reversed(batches)))]
         found = [self._compute(backwards, flipped=False), self._compute(batches, flipped=True)]
-        for offset in range(DRAWS if tp * cp > 1 else 0):
+        for offset in range(DRAWS if tp * cp > 1 or rounds(self.job.layout) else 0):
             sums: AbstractContextManager[object] = PartialSums(tp, offset) if tp > 1 else nullcontext()
             keys: AbstractContextManager[object] = (
                 partial_keys(self.model, ring, offset, self.job.model.window) if cp > 1 else nullcontext()
             )
-            with sums, keys:
+            experts: AbstractContextManager[object] = nullcontext()
+            if rounds(self.job.layout):
+                experts = partial_experts(self.model, self.job.layout, offset)
+            with sums, keys, experts:
                 found.append(self._compute(batches, flipped=False))
         return found
 
