@@ -120,3 +120,22 @@ def test_an_error_through_a_backward() -> None:
     with pytest.raises(KeyboardInterrupt):
         together(lambda: torch.autograd.grad(y, x), fails)
     assert threading.active_count() == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_autograds_own_thread_gives_the_turn() -> None:
+    """A backward runs on a thread of the device there; stream and device are the caller's on both sides."""
+    log, seen = list[str](), list[Any]()
+    x = torch.tensor(3.0, requires_grad=True, device="cuda")
+    y = _Waits.apply(_Waits.apply(x, log, "lower"), log, "upper")
+
+    def first() -> None:
+        seen.append(torch.cuda.current_stream())
+        seen.append(torch.autograd.grad(y, x)[0])
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        here = torch.cuda.current_stream()
+        together(first, party(log, "f", 2))
+    torch.cuda.synchronize()
+    assert seen[0] == here and seen[1] == 4
+    assert log == ["upper starts", "f0", "upper has waited", "lower starts", "f1", "lower has waited", "f"]

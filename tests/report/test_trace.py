@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from heptad.axes.pipeline.generate import GENERATORS, generate
 from heptad.report.measured import measured_and_simulated
 from heptad.schedule.action import COMPUTE, Action, Kind, UnitUse
 from heptad.schedule.expand import Stages, expand
-from heptad.simulate.pipeline import simulate
+from heptad.simulate.pipeline import PairMode, simulate
 from heptad.simulate.times import Times
 from heptad.trace import Event
 
@@ -59,6 +60,43 @@ def test_a_run_that_takes_the_simulators_time_is_drawn_as_simulated(name: str) -
     expected = simulate(stages.schedule, Times.uniform(len(stages.units), *(SECONDS[letter] for letter in "FIWB")))
     assert float(above[1].replace(",", "")) == pytest.approx(1e3 * expected.makespan, rel=5e-3)
     assert float(above[0]) == pytest.approx(100 * expected.idle_fraction, abs=0.051)
+
+
+def in_turns(stages: Stages) -> list[Event]:
+    """A run in the simulator's time with pairs as blocks, whose units alternate in halves."""
+    count = len(stages.units)
+    run = simulate(stages.schedule, Times.uniform(count, *(SECONDS[letter] for letter in "FIWB")), pairs=PairMode.BLOCK)
+    events = []
+    for rank, codes in enumerate(run.lines.codes):
+        actions = [Action.parse(run.lines.name(code)) for code in codes]
+        starts, ends = run.starts[rank], run.ends[rank]
+        for at in range(len(codes)):
+            pair = at + 1 < len(codes) and starts[at + 1] < ends[at]
+            if at and starts[at] < ends[at - 1]:
+                continue  # the second of a pair
+            sides = actions[at : at + 1 + pair]
+            order = [
+                (side.kind, unit, side.microbatch)
+                for number in range(2)
+                for half in range(2 if pair else 1)
+                for side in sides
+                for unit in stages.units[side.index][:: 1 if side.kind is Kind.FORWARD else -1][number : number + 1]
+            ]
+            now = starts[at]
+            for kind, unit, microbatch in order:
+                end = now + SECONDS[kind.value] / (4 if pair else 2)
+                events.append(Event(rank, "compute", str(Action(kind, unit, microbatch)), now, end))
+                now = end
+    return events
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+def test_pairs_in_turns_are_boxes_of_their_stretches_and_simulated_as_blocks(name: str) -> None:
+    stages = stages_of(name, 4, 8)
+    stages = replace(stages, giving=frozenset(range(2 * len(stages.units))))
+    drawn = measured_and_simulated(in_turns(stages), stages, (0, 1, 2, 3), "Step 10")
+    above, below = IDLE.findall(drawn)
+    assert above == below
 
 
 def test_messages_are_timed_where_the_receiver_waited() -> None:
