@@ -54,6 +54,26 @@ def test_c_026_c_031_labels_are_shifted_before_the_split_and_positions_follow_it
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+def test_what_further_predictions_read_is_shifted_on_whole_rows(name: str) -> None:
+    """ids are 1, 2, …: of a real place the token that depth k joins is k more, and its target one more still."""
+    layout, batch = LayoutSection(**LAYOUTS[name]), batch_of(3, 1, 7)
+    parts = [take(batch, layout, rank, depths=2) for rank in range(layout.cp)]
+    for part in parts:
+        assert part.real is None or torch.equal(part.real, part.index >= 0)
+        assert part.num_real().tolist() == [11, 11] and len(part.further) == 2
+    for depth in (1, 2):
+        found = [part.further[depth - 1] for part in parts]
+        real = [other.real for _, other in found]
+        each = sum(max(size - depth, 0) for size in (3, 1, 7))  # places of a row whose document goes on so far
+        assert sum(int(marks.sum()) for marks in real if marks is not None) == 2 * each
+        for part, (ids, other), marks in zip(parts, found, real, strict=True):
+            assert marks is not None and torch.equal(ids[marks], part.ids[marks] + depth)
+            targets = other.labels[other.labels != IGNORED]
+            assert torch.equal(targets, part.ids[other.labels != IGNORED] + depth + 1)
+            assert not (other.labels != IGNORED)[~marks].any() and other.num_real().tolist() == [each, each]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("lengths", [(8,), (13,), (3, 1, 7), (1, 1, 1, 1)])
 def test_each_token_lies_on_one_rank_with_all_that_belongs_to_it(name: str, lengths: tuple[int, ...]) -> None:
     layout, batch = LayoutSection(**LAYOUTS[name]), batch_of(*lengths)

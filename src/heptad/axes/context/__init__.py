@@ -3,7 +3,8 @@
 What is cut: each row of a micro-batch, padded to a multiple of C with ignored tokens. Labels are shifted before, on the
 whole row; ids, labels, positions, documents and token numbers then take one permutation (`split.py`), and every other
 part of the model works on a rank's n = L/C tokens as on a batch of its own. Parameters are whole on every context rank:
-for them it is one more data rank, and tokens are counted once.
+for them it is one more data rank, and tokens are counted once. What further predictions read and predict is shifted on
+whole rows, then cut alike; what a router needs of whole sequences is summed (`axes/expert/sequences.py`).
 
 C = R·U: R ring ranks hold different tokens ("zigzag": of each document chunks r and 2R-1-r of 2R, equal work under a
 causal mask; "contiguous": plain order); the U neighbours of a ring rank share its tokens and deal heads.

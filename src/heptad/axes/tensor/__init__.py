@@ -5,6 +5,10 @@ rows of the token table (`models/cut.py` has the table). Norms and biases of row
 rank. With fewer kv heads than ranks, neighbours hold the same one and their gradients are summed. The vocabulary and
 the MLP's width need not be divisible: missing rows are zeros without probability.
 
+Latent attention cuts what reads its latents, by heads; what makes them is whole and works on the stream's rows, so the
+latents enter the region and not the stream. Routed experts are no region: each rank routes rows of its own, of a cut
+stream those it has, of a whole one a slice (`Stream.slice`, `join`); shared experts are cut as an MLP.
+
 What is sent when (`mesh/regions.py`): each block enters two regions and leaves two, forward and backward. Whole stream:
 4 all-reduces of [B, L, D] a block. Cut stream (sequence parallelism): all-gathers and reduce-scatters instead, of the
 same total; unless `keep_gathered`, inputs are gathered again in the backward: 2 + 2 forward, 4 + 2 backward. The head
