@@ -38,7 +38,7 @@ def timeline(
     latency: Annotated[Seconds, _option("--latency", help="A message arrives so long after it left [0].")] = None,
     pairs: Annotated[
         str | None, _option("--pairs", metavar="block|early", help="When an overlapped pair starts [block]: with both "
-                            "inputs, as the papers draw it; or its forward at once, as the executor runs it.")
+                            "inputs, as the papers draw it and experts on other ranks need it; or its forward at once.")
     ] = None,
     rendezvous: Annotated[
         bool, typer.Option("--rendezvous", help="A message starts when its receiver waits for it; one a channel.")
