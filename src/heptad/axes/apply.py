@@ -149,7 +149,7 @@ def _transport(job: Job, mesh: Mesh, engine: DataEngine, stages: Stages, dtype: 
             return torch.Size((-(-batch.ids.numel() // layout.tp), width))
         return torch.Size((*batch.ids.shape, width))
 
-    up, down = mesh.group("pp"), mesh.another("pp")
+    up, down = mesh.another("pp"), mesh.another("pp")  # their tags are no numbers of collectives
     return Transport(up, down, stages, engine.uses, shape_of, dtype, mesh.device)
 
 
