@@ -7,6 +7,7 @@ not exist is refused with the nearest one. Read next: `load.py` (jobs), `models/
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from heptad.config.schema import ClusterSection, ModelSection
@@ -62,8 +63,15 @@ def _table(field: str, name: str, known: dict[str, Path], otherwise: str) -> dic
         raise ConfigError.of(
             field, name, rule, f"did you mean {close!r}?" if close else f"pick one of them, {otherwise}"
         )
-    return tomllib.loads(known[name].read_text(encoding="utf-8"))
+    return dict(_packaged(known[name]))
 
 
+@cache
+def _packaged(path: Path) -> dict[str, object]:
+    """Package data does not change while a process runs, and a check of a job asks for it each time."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@cache
 def _named(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)}
