@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all check bench clean
+.PHONY: train test test-all check bench layouts clean
 
 train: $(VENV)/installed
 	$(BIN)/heptad train default
@@ -24,6 +24,9 @@ check: $(VENV)/installed-test
 
 bench: $(VENV)/installed-test
 	$(BIN)/python -m benchmarks.run
+
+layouts: $(VENV)/installed-test
+	$(BIN)/python -m tests.verify.tally
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

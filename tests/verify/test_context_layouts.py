@@ -1,7 +1,8 @@
 """Acceptance of the context axis: every way to cut a sequence, on every layout, computes what one device computes.
 
 Every gradient within 1e-10 of one device's in float64, every parameter after the update, replicas bit for bit, and the
-ledger equal to the prediction on every rank. The fast part is a pairwise cover, `slow` a seeded sample of the rest.
+ledger equal to the prediction on every rank. A pairwise cover and a seeded sample of the rest run under `slow`: the
+pairs of options are in the fast part of `test_everything.py` (`test_older_covers.py`).
 Jobs of as many ranks run one after the other in the same processes.
 """
 
@@ -149,6 +150,7 @@ def cases_of(items: list[Item]) -> list[Case]:
     return [(job, tokens_of(job, packed)) for job, packed in jobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", together(COVER, ranks_of), ids=named)
 def test_pairwise_cover(items: list[Item]) -> None:
     assert_all_right(cases_of(items))
@@ -176,7 +178,7 @@ def test_the_cover_has_every_pair_and_both_counts_are_printed(record_property: C
     record_property(
         "summary",
         f"verify, context axis: pairwise cover {len(COVER)} of {number} jobs "
-        f"(`-m slow` runs {len(REST)} of the others)",
+        f"and {len(REST)} of the others under `-m slow`",
     )
     assert len(COVER) < 80 and len(REST) == SAMPLE < number
 

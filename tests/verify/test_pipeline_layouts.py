@@ -1,8 +1,9 @@
 """Acceptance of the pipeline axis: every schedule on every layout computes what one device computes.
 
 Every gradient within 1e-10 of one device's in float64, every parameter after the update, copies and replicas bit for
-bit, and the ledger equal to the prediction on every rank. The fast part is a pairwise cover, `slow` a seeded sample of
-the rest. Jobs of as many ranks run one after the other in the same processes.
+bit, and the ledger equal to the prediction on every rank. A pairwise cover and a seeded sample of the rest run under
+`slow`: the pairs of options are in the fast part of `test_everything.py` (`test_older_covers.py`).
+Jobs of as many ranks run one after the other in the same processes.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def cases_of(items: list[Item]) -> list[Case]:
     return [(job, synthetic(job)) for job in map(job_of, items)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", together(COVER, ranks_of), ids=named)
 def test_pairwise_cover(items: list[Item]) -> None:
     assert_all_right(cases_of(items))
@@ -109,7 +111,7 @@ def test_the_cover_has_every_pair_and_both_counts_are_printed(record_property: C
     assert set().union(*map(pairs, COVER)) == possible(FACTORS, valid)
     record_property(
         "summary",
-        f"verify, pipeline: pairwise cover {len(COVER)} of {number} jobs (`-m slow` runs {len(REST)} of the others)",
+        f"verify, pipeline: pairwise cover {len(COVER)} of {number} jobs and {len(REST)} of the others under `-m slow`",
     )
     assert len(COVER) < 80 and len(REST) == SAMPLE < number
 

@@ -1,7 +1,8 @@
 """Acceptance of the tensor axis and of recompute: every layout and policy computes what one device computes.
 
 Every gradient within 1e-10 of one device's in float64, every parameter after the update, replicas bit for bit, and the
-ledger equal to the prediction on every rank. The fast part is a pairwise cover, `slow` a seeded sample of the rest.
+ledger equal to the prediction on every rank. A pairwise cover and a seeded sample of the rest run under `slow`: the
+pairs of options are in the fast part of `test_everything.py` (`test_older_covers.py`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ COVER = pairwise(FACTORS, valid, DRAWN)
 REST = [item for item in DRAWN if item not in COVER][:SAMPLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", COVER, ids=name_of)
 def test_pairwise_cover(item: dict[str, Any]) -> None:
     assert_right(job_of(item))
@@ -103,7 +105,7 @@ def test_the_cover_has_every_pair_and_both_counts_are_printed(record_property: C
     record_property(
         "summary",
         f"verify, tensor axis and recompute: pairwise cover {len(COVER)} of {NUMBER} jobs "
-        f"(`-m slow` runs {len(REST)} of the others)",
+        f"and {len(REST)} of the others under `-m slow`",
     )
     places = every({name: FACTORS[name] for name in ("tensor", "data")}, valid)
     others = [len(levels) for name, levels in FACTORS.items() if name not in ("tensor", "data")]
