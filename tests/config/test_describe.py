@@ -32,3 +32,15 @@ def test_the_line_of_ranks_names_the_tensor_axis() -> None:
     assert "ranks             8 = dp_shard 2 × tp 4\n" in summary(job, derived(job))
     job = resolve(load("debug", ["layout.dp_shard=2", "layout.tp=4", "layout.sequence_parallel=true"]))
     assert "8 = dp_shard 2 × tp 4 with sequence parallel\n" in summary(job, derived(job))
+
+
+def test_a_line_says_what_a_rank_holds_of_the_experts() -> None:
+    def shown(*sets: str) -> str:
+        job = resolve(load("debug-moe", ["train.global_batch=8", *sets]))
+        return next((line for line in summary(job, derived(job)).splitlines() if line.startswith("experts")), "")
+
+    carved = shown("layout.dp_shard=4", "layout.tp=2", "layout.ep=2", "layout.etp=2")
+    assert carved == "experts           edp 2 × ep 2 × etp 2: 4 of 8 a rank, 20 of 40 rows of each"
+    levels = shown("layout.dp_shard=4", "layout.ep=4", "layout.ep_inner=2")
+    assert levels == "experts           ep 4 in nodes of 2: 2 of 8 a rank"
+    assert shown("layout.dp_shard=4") == ""

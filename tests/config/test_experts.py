@@ -70,9 +70,11 @@ CARVED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no experts": (dict(ep=2, dp_shard=2), dict(experts=None),
         "layout.ep: it would have no effect: there are no experts (remove it, or give model.experts)"),
     "an idle rank": (dict(ep=6, dp_shard=6), {},
-        "layout.ep: each of the ep = 6 ranks holds an expert, 2 of the 8 a rank (ep = 4)"),
+        "layout.ep: each of the ep = 6 ranks holds an expert, 2 of the 8 a rank (ep = 3)"),
     "no rows": (dict(etp=4, dp_shard=4), dict(expert_width=5),
-        "layout.etp: each of the etp = 4 ranks holds rows of an expert, 2 of the 5 a rank (etp = 3)"),
+        "layout.etp: each of the etp = 4 ranks holds rows of an expert, 2 of the 5 a rank (etp = 2)"),
+    "absurdly many": (dict(ep=10**9, dp_shard=10**9), {},
+        "layout.ep: each of the ep = 1000000000 ranks holds an expert, 1 of the 8 a rank (ep = 8)"),
     "carved from too few": (dict(ep=2, etp=4, dp_shard=4), {},
         "layout.ep: ep × etp = 8 divides dp_shard × cp × tp = 4, from which expert ranks are carved (ep × etp = 4)"),
     "fsdp2": (dict(ep=2, dp_shard=2, engine="fsdp2"), {}, "layout.engine: fsdp2 cuts every parameter over all data "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heptad.report.ledger import traffic_table
+from heptad.report.ledger import MEAN, traffic_table
 from heptad.trace import Transfer
 
 COUNTED = [
@@ -19,6 +19,14 @@ def test_equal_and_different_lines() -> None:
         "dp_shard  all_reduce  norm     1 of 0                0             12  DIFFERS",
         "sum                                            3.00 MB        3.00 MB",
     ]
+
+
+def test_bytes_that_follow_the_routing_are_a_mean_but_a_collective_more_differs() -> None:
+    predicted = [Transfer("all_to_all", "ep", "forward", 100, 2), Transfer("all_gather", "etp", "forward", 8)]
+    counted = [Transfer("all_to_all", "ep", "forward", 90, 2), Transfer("all_gather", "etp", "forward", 8, 2)]
+    lines = traffic_table(predicted, counted).splitlines()
+    assert [line.split()[-1] for line in lines[1:3]] == ["mean", "DIFFERS"]
+    assert lines[-1] == MEAN and MEAN not in traffic_table(predicted, predicted)
 
 
 def test_without_a_formula() -> None:

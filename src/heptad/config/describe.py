@@ -34,11 +34,26 @@ def summary(job: Job, figures: Mapping[str, int], *more: str) -> str:
         total, trainable = figures["parameters"], figures["trainable_parameters"]
         frozen = f", {human_count(trainable)} trainable" if trainable != total else ""
         lines.append(f"parameters        {total:,} ({human_count(total)}{frozen})")
+    if layout.ep * layout.etp > 1:
+        lines.append(f"experts           {_experts(job)}")
     if job.recompute.mode != "none":
         lines.append(f"recompute         {job.recompute.mode}: a block drops {dropped(job)}")
     lines += more
     lines += [f"[{name}]".ljust(18) + ", ".join(options) for name, options in _changed(job).items()]
     return "\n".join(lines)
+
+
+def _experts(job: Job) -> str:
+    """What a rank holds of a block's experts: 'edp 2 × ep 2 × etp 2: 4 of 8 a rank, ...'."""
+    layout, model = job.layout, job.model
+    block = layout.dp_shard * layout.cp * layout.tp
+    degrees = [f"edp {block // (layout.ep * layout.etp)}", f"ep {layout.ep}", f"etp {layout.etp}"]
+    shown = " × ".join(item for item in degrees if not item.endswith(" 1"))
+    nodes = f" in nodes of {layout.ep_inner}" if layout.ep_inner > 1 else ""
+    held = f": {-(-model.experts // layout.ep)} of {model.experts} a rank" if model.experts else ""
+    width = model.expert_width or model.mlp_width
+    rows = f", {-(-width // layout.etp)} of {width} rows of each" if layout.etp > 1 else ""
+    return f"{shown}{nodes}{held}{rows}"
 
 
 def _changed(job: Job) -> dict[str, list[str]]:

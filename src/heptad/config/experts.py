@@ -115,11 +115,11 @@ def _carved(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
         yield Problem("layout.engine", layout.engine, rule, 'engine = "heptad", or ep = 1 and etp = 1')
     if not holds_rows(model.experts, ep):
         rule = f"each of the ep = {ep} ranks holds an expert, {-(-model.experts // ep)} of the {model.experts} a rank"
-        yield Problem("layout.ep", ep, rule, f"ep = {_degrees(model.experts, ep)}")
+        yield Problem("layout.ep", ep, rule, f"ep = {_degree(model.experts, ep)}")
     width = model.expert_width or model.mlp_width
     if not holds_rows(width, etp):
         rule = f"each of the etp = {etp} ranks holds rows of an expert, {-(-width // etp)} of the {width} a rank"
-        yield Problem("layout.etp", etp, rule, f"etp = {_degrees(width, etp)}")
+        yield Problem("layout.etp", etp, rule, f"etp = {_degree(width, etp)}")
     if inner > 1 and ep == 1:
         yield from idle("layout", layout, ("ep_inner",), "nothing is dispatched between ranks (ep = 1)", "ep > 1")
     elif inner > 1 and (ep % inner or inner == ep):
@@ -129,9 +129,9 @@ def _carved(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
         yield Problem("layout.ep_inner", inner, rule, f"{fix}, or 1 for a dispatch in one step")
 
 
-def _degrees(rows: int, degree: int) -> str:
-    """The nearest degree below of which each rank holds one of `rows` rows."""
-    return str(max(item for item in range(1, degree) if holds_rows(rows, item)))
+def _degree(rows: int, degree: int) -> int:
+    """The largest divisor of `degree`, so that it still divides the ranks, of which each rank holds one of `rows`."""
+    return max(item for item in divisors(degree)[:-1] if holds_rows(rows, item))
 
 
 def _layouts(job: Job, model: ModelSection) -> Iterator[Problem]:

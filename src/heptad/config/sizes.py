@@ -46,7 +46,8 @@ def divisors_near(number: int, value: int) -> str:
 
 def divisors(number: int) -> list[int]:
     """All of them, ascending."""
-    return [item for item in range(1, number + 1) if number % item == 0]
+    low = [item for item in range(1, math.isqrt(number) + 1) if number % item == 0]
+    return low + [number // item for item in reversed(low) if item * item != number]
 
 
 def _nearest_two(ascending: list[int], value: int) -> str:
