@@ -53,6 +53,7 @@ VARIANTS = {
     ),
     "bf16-reduction": dict(precision=dict(params="bf16", reduce="bf16"), zero=2),
     "fsdp2": dict(layout=dict(engine="fsdp2")),
+    "fsdp2-recompute": dict(layout=dict(engine="fsdp2"), recompute=dict(mode="full"), model=dict(frozen=("embed.*",))),
     "fsdp2-hsdp": dict(layout=dict(engine="fsdp2"), ranks=4, hsdp=True, params="fp32"),
     "order": dict(layout=dict(order="pp-dp_shard-dp_replicate-cp-tp"), ranks=4, hsdp=True, zero=1),
 }

@@ -85,7 +85,7 @@ def step_traffic(
         holders = cost.axis_sizes(layout, holder_axes(zero))
         found = once_a_step(job) + (norm_traffic(*holders) if holders[1] > 1 else []) + _loads(job)
         sizes, dense = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes), ranks["dense"]
-        return found + cost.fsdp2_traffic(units, specs, dense.shards, dense.replicas, microbatches, *sizes)
+        return found + cost.fsdp2_traffic(units, specs, dense.shards, dense.replicas, microbatches, *sizes, recompute)
     stages = stages_of(job, units)
     held = _Held.of(job, units, specs, stages, place, device_type)
     updates = stages.schedule.num_microbatches if stages is not None and stages.schedule.asynchronous else 1

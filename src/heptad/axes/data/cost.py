@@ -108,22 +108,25 @@ def fsdp2_traffic(
     microbatches: int,
     param_bytes: int,
     reduce_bytes: int,
+    recompute: Segments = (),
 ) -> list[Transfer]:
     """The same for `engine = "fsdp2"`: a gather a unit each way, a reduce-scatter and (HSDP) an all-reduce, each time.
 
-    It cuts dim 0 of every parameter into equal parts, so rows are padded to a multiple of the shards.
+    A unit that runs forward again is gathered for that too: its hooks do not know of the backward that follows. It cuts
+    dim 0 of every parameter into equal parts, so rows are padded to a multiple of the shards.
     """
     by_name = {spec.name: spec for spec in specs}
     found: list[Transfer] = []
-    trainable_below = False
-    for unit in units:
+    trainable_below, again = False, {unit for segment in recompute for unit in segment}
+    for at, unit in enumerate(units):
         own = [by_name[name] for name in unit.params]
         padded = [-(-spec.shape[0] // shards[1]) * shards[1] * (spec.numel // spec.shape[0]) for spec in own]
         params = sum(padded) * param_bytes
         grads = sum(n for n, spec in zip(padded, own, strict=True) if spec.trainable) * reduce_bytes
         trainable_below = trainable_below or grads > 0
+        back = microbatches * trainable_below * (1 + (at in again))
         found.append(_repeat("all_gather", shards, "forward", params, microbatches))
-        found.append(_repeat("all_gather", shards, "backward", params, microbatches * trainable_below))
+        found.append(_repeat("all_gather", shards, "backward", params, back))
         found.append(_repeat("reduce_scatter", shards, "backward", grads, microbatches * (grads > 0)))
         found.append(_repeat("all_reduce", replicas, "backward", grads // shards[1], microbatches * (grads > 0)))
     return [transfer for transfer in found if transfer.count]
