@@ -26,7 +26,9 @@ from tests.verify.everything import (
     FACTORS,
     RANKS,
     item_of,
+    layers_of,
     line_of,
+    microbatches_of,
     ranks_of,
     refusals,
     renamed,
@@ -40,6 +42,7 @@ OFTEN: dict[str, tuple[Any, ...]] = {"engine": ("heptad",) * 9, "tied": (False,)
 """Levels that are drawn more often than others: what is legal with few others is tried seldom."""
 OWNERS = (*DEGREES, "context", "ep", "router")
 """What makes others be read."""
+COSTLY = (*DEGREES, "microbatches", "stages", "vpp", "recompute")
 DRAWS = 100
 AT = {(name, level): at for at, (name, level) in enumerate((n, v) for n, found in FACTORS.items() for v in found)}
 Levels = Mapping[str, tuple[Any, ...]]
@@ -111,8 +114,8 @@ def marks(items: Iterable[Item]) -> Marks:
 
 
 def cost(item: Item) -> float:
-    """About its share of the time."""
-    return 1.0 + ranks_of(item)
+    """About its share of the time: of each rank, its start, and its blocks in each micro-batch."""
+    return 0.3 + ranks_of(item) * (0.2 + 0.05 * microbatches_of(item) * (1 + layers_of(item) / item["pp"]))
 
 
 class Left:
@@ -161,9 +164,9 @@ def reduced(items: list[Item], generator: random.Random) -> list[Item]:
 def smaller(item: Item, mine: set[Pair], generator: random.Random) -> Item:
     """A cheaper job with the pairs `mine`, or `item`."""
     needed = {name for pair in mine for name, _ in pair}
-    for name in generator.sample(DEGREES, len(DEGREES)):
-        for degree in FACTORS[name] if name not in needed else ():
-            other = renamed(item | {name: degree}, {}, generator)
+    for name in generator.sample(COSTLY, len(COSTLY)):
+        for level in FACTORS[name] if name not in needed else ():
+            other = renamed(item | {name: level}, {}, generator)
             if cost(other) < cost(item) and fits(other) and mine <= pairs_of([other]) and not refusals(other):
                 return smaller(other, mine, generator)
     return item
@@ -260,7 +263,8 @@ def main() -> None:
     for _ in range(3):
         chosen = reduced(chosen, generator)
     FILE.write_text(text_of(chosen, never), encoding="utf-8")
-    print(f"{len(chosen)} jobs in {FILE.name}: {sorted(Counter(map(ranks_of, chosen)).items())} by ranks")
+    found = f"{len(chosen)} jobs in {FILE.name}: {sorted(Counter(map(ranks_of, chosen)).items())} by ranks"
+    print(f"{found}, about {sum(map(cost, chosen)):.0f} s of a CPU")
 
 
 if __name__ == "__main__":

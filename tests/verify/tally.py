@@ -34,6 +34,8 @@ PLACED = ("schedule", "stream", "context", "split", "zero", "router", "ep", "etp
 """What a placement says beside its degrees; each is read or not by those before it."""
 LEVELS = WIDE | {"router": ("dense", "deepseek"), "ep": (1, 2, 3, 4, 8), "ep_inner": (NONE, 1, 2)}
 
+NUMBER = r"(?<![\w-])\d+(\.\d+)?(?!\w)"
+
 Refused = Counter[tuple[str, str]]
 
 
@@ -44,10 +46,12 @@ def degrees() -> list[Item]:
 
 
 def placements() -> Iterator[Item]:
-    """Every one of at most 8 ranks, whether it can be or not, of a dense model and of a mixture; a pipeline has two
-    micro-batches a rank, so that no schedule has too few."""
+    """Every one of at most 8 ranks, whether it can be or not, of a dense model and of a mixture. Sequences are long
+    enough, a pipeline has two micro-batches a rank and nothing is clipped, so that no placement is refused for these.
+    """
     for sizes in degrees():
-        yield from _placed(neutral(**sizes, microbatches="2P"), sizes, PLACED)
+        said = sizes | {"microbatches": "2P", "length": 13, "clip": NONE}
+        yield from _placed(neutral(**said), said, PLACED)
 
 
 def _placed(item: Item, said: Item, names: Sequence[str]) -> Iterator[Item]:
@@ -80,7 +84,7 @@ def counted(items: Iterable[Item]) -> tuple[int, int, Refused]:
     for item in items:
         found = refusals(item)
         jobs, refused = jobs + (not found), refused + bool(found)
-        rules.update({(problem.field, re.sub(r"\d+(\.\d+)?", "n", problem.rule)) for problem in found})
+        rules.update({(problem.field, re.sub(NUMBER, "n", problem.rule)) for problem in found})
     return jobs, refused, rules
 
 
@@ -97,9 +101,10 @@ def run() -> dict[str, str]:
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()
     found = dict(line.split("\t") for line in RESULTS.read_text(encoding="utf-8").splitlines())
-    wanted = [item for part in range(len(PARTS)) for item in sample(part)] + cover.read()[0]
-    left = [item for item in wanted if line_of(item) not in found]
-    for group in together(left, ranks_of):
+    covered, drawn = cover.read()[0], [item for part in range(len(PARTS)) for item in sample(part)]
+    wanted = covered + drawn
+    left = [[item for item in some if line_of(item) not in found] for some in (covered, drawn)]
+    for group in (group for some in left for group in together(some, ranks_of)):
         new = {line: " ".join(wrong.split()) for line, wrong in outcomes(group).items()}
         with RESULTS.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\t{wrong}\n" for line, wrong in new.items())
