@@ -40,9 +40,9 @@ def test_parts_give_the_whole(model: dict[str, Any], axes: dict[str, int], offse
         torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("axes", [dict(etp=2), dict(ep=4, ep_inner=2)])
+@pytest.mark.parametrize("axes", [dict(etp=2), dict(ep=4, ep_inner=2), dict(tp=2), dict(etp=2, tp=2)])
 def test_bf16_is_within_what_such_parts_round(axes: dict[str, int]) -> None:
-    ranks = axes.get("ep", 1) * axes.get("etp", 1)
+    ranks = max(1, axes.get("ep", 1) * axes.get("etp", 1) // axes.get("tp", 1))
     model = {**SOFTMAX, "experts": 7, "experts_per_token": 3}
     found = compared(layout_job(zero=1, ranks=ranks, model=model, layout=axes, params="bf16"), steps=1)
     assert found.ok and found.reorder_ratio is not None and found.reorder_ratio <= 2

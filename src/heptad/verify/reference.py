@@ -203,8 +203,8 @@ class PartialSums(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """`F.linear`, `x @ weight` and `addmm(bias, x, weight)` in parts; all else as it is."""
-        if func is F.linear:
+        """`F.linear`, `x @ weight` and `addmm(bias, x, weight)` in parts; all else, what a router computes too, as it is."""
+        if func is F.linear and isinstance(args[1], nn.Parameter):
             x, weight, bias = args
             biases = [None] * self.number if bias is None else self._parts(bias, 0)
             parts = [F.linear(x, rows, some) for rows, some in zip(self._parts(weight, 0), biases, strict=True)]
