@@ -203,7 +203,7 @@ class PartialSums(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """`F.linear`, `x @ weight` and `addmm(bias, x, weight)` in parts; all else, what a router computes too, as it is."""
+        """`F.linear`, `x @ weight`, `addmm(bias, x, weight)` in parts; all else, a router's product too, as it is."""
         if func is F.linear and isinstance(args[1], nn.Parameter):
             x, weight, bias = args
             biases = [None] * self.number if bias is None else self._parts(bias, 0)
