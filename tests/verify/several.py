@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -30,6 +30,19 @@ def together(items: list[Item], ranks_of: Callable[[Item], int]) -> list[list[It
     for item in items:
         by_world[ranks_of(item)].append(item)
     return [found[at : at + TOGETHER] for found in by_world.values() for at in range(0, len(found), TOGETHER)]
+
+
+def fast(names: Iterable[str], also: Callable[[str], bool]) -> list[Any]:
+    """Parameters of a test: those for which `also` does not hold run under `slow`."""
+    return [name if also(name) else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def first_of_each(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """Names of cases (fault, ...): those after the first one of their fault run under `slow`."""
+    first: dict[str, str] = {}
+    for name, (fault, *_) in cases.items():
+        first.setdefault(fault, name)
+    return fast(cases, lambda name: name in first.values())
 
 
 def _several(rank: int, cases: list[Case], steps: int) -> list[RankReport]:

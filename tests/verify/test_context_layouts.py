@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tests.sweep import Pair, every, pairs, pairwise, possible, sampled
 from tests.verify.layouts import GPT, layout_job
-from tests.verify.several import Case, Item, assert_all_right, together
+from tests.verify.several import Case, Item, assert_all_right, fast, together
 
 from heptad.axes.pipeline.generate import GENERATORS
 from heptad.axes.pipeline.generate import problems as schedule_problems
@@ -194,6 +194,7 @@ def test_a_row_of_the_causal_jobs_is_one_document_and_the_others_hold_several() 
     assert whole.train.num_documents == 1 and packed.train.num_documents > packed.train.num_tokens / job.data.seq_len
 
 
+@pytest.mark.slow
 def test_every_schedule() -> None:
     others = [name for name in PIPELINES if name not in FACTORS["pipeline"]]
     items = [COVER[0] | dict(cp=2, kind="ring", tensor="1", data=1, pipeline=name) for name in others]
@@ -252,7 +253,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+COVERED = (
+    "gpt",
+    "gpt, tensor",
+    "muon",
+    "hsdp",
+    "context outermost",
+    "chunks",
+    "offload",
+    "offload dealt",
+    "frozen below",
+)
+"""Whose options the cover of all axes has in every pair."""
+
+
+@pytest.mark.parametrize("name", fast(VARIANTS, lambda name: name not in COVERED))
 def test_what_else_a_job_can_say(name: str) -> None:
     job = layout_job(**VARIANTS[name])
     check_job(job)

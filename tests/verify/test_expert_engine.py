@@ -53,12 +53,24 @@ def test_every_job_is_a_legal_one() -> None:
     assert not [(name, found) for name, item in JOBS.items() for found in problems(layout_job(**item))]
 
 
-BY_RANKS = together(
-    [{"name": name} for name in JOBS], lambda item: Layout.of(layout_job(**JOBS[item["name"]]).layout).world
+FAST = [name for name in JOBS if name.startswith("c-0") or name in ("fp32", "bf16", "muon", "pipedream")]
+"""Of the others every pair of options is in the cover of all axes too."""
+
+
+def by_ranks(names: list[str]) -> list[list[dict[str, Any]]]:
+    """As many ranks together."""
+    items = [{"name": name} for name in names]
+    return together(items, lambda item: Layout.of(layout_job(**JOBS[item["name"]]).layout).world)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        *by_ranks(FAST),
+        *(pytest.param(items, marks=pytest.mark.slow) for items in by_ranks([n for n in JOBS if n not in FAST])),
+    ],
+    ids=lambda items: ", ".join(item["name"] for item in items),
 )
-
-
-@pytest.mark.parametrize("items", BY_RANKS, ids=lambda items: ", ".join(item["name"] for item in items))
 def test_layouts(items: list[dict[str, Any]]) -> None:
     jobs = [layout_job(**JOBS[item["name"]]) for item in items]
     assert_all_right([(job, synthetic(job)) for job in jobs])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import compared, layout_job
-from tests.verify.several import assert_named, assert_refused
+from tests.verify.several import assert_named, assert_refused, first_of_each
 from tests.verify.test_moe_layouts import DEEPSEEK, SOFTMAX
 
 from heptad.config.schema import Job
@@ -43,7 +43,7 @@ def test_every_kind_has_a_case() -> None:
     assert {fault for fault, *_ in CASES.values()} == set(EXPERT)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_of_each(CASES))
 def test_a_fault_is_caught_and_its_axis_named(case: str) -> None:
     fault, _, axis, module = CASES[case]
     verdict: Verdict = examine(Shrunk(job_of(case), ()), 1, (fault,))

@@ -43,7 +43,7 @@ JOBS: dict[int, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", JOBS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layouts(world: int) -> None:
     jobs = [layout_job(**{"ranks": world, **described}) for described in JOBS[world].values()]
     assert_all_right([(job, synthetic(job)) for job in jobs])
