@@ -14,7 +14,7 @@ from tests.verify.everything import FACTORS, WIDE, item_of, ranks_of
 from tests.verify.several import Item
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
-IDLE = "it would have no effect: "
+IDLE = "it would have no effect"
 Refused = tuple[int, int, Counter[tuple[str, str]]]
 
 HEAD = """# Layouts that were run against one device
@@ -110,7 +110,13 @@ def refused(placed: Refused, drawn: Refused) -> list[str]:
     rules = sorted(placed[2] | drawn[2], key=lambda key: (key[1].startswith(IDLE), key))
     kinds = {True: "no effect", False: "cannot be"}
     rows = [
-        [f"`{f}`", kinds[rule.startswith(IDLE)], rule.removeprefix(IDLE), placed[2][f, rule], drawn[2][f, rule]]
+        [
+            f"`{f}`",
+            kinds[rule.startswith(IDLE)],
+            rule.removeprefix(IDLE).removeprefix(": "),
+            placed[2][f, rule],
+            drawn[2][f, rule],
+        ]
         for f, rule in rules
     ]
     head = REFUSED.format(jobs=placed[0], refused=placed[1], number=sum(drawn[:2]), drawn=drawn[0])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.verify import cover, tally
-from tests.verify.everything import FACTORS, READ, item_of, line_of, neutral, ranks_of, refusals, well_named
+from tests.verify.everything import FACTORS, READ, WIDE, item_of, line_of, neutral, ranks_of, refusals, well_named
 from tests.verify.several import Item, together
 from tests.verify.trial import as_verify, assert_right, case_of, outcomes
 
@@ -107,6 +107,16 @@ def test_the_sample_keeps_to_its_seed_and_is_not_the_cover_s() -> None:
     drawn = tally.sample(part)
     assert drawn == tally.sample(part) and {ranks_of(item) for item in drawn} == {2}
     assert not {line_of(item) for item in drawn} & {line_of(item) for item in COVER}
+
+
+def test_the_page_has_the_factors_and_levels_of_the_code() -> None:
+    text = tally.PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (\d+)", text, re.MULTILINE)
+    assert [(name, level) for name, level, _ in rows] == [(n, str(v)) for n, levels in WIDE.items() for v in levels]
+    assert all(int(number) for name, level, number in rows if level in map(str, FACTORS[name]))
+    assert set(re.findall(r"^\| \d+ `(\w+)` \|", text, re.MULTILINE)) == set(FACTORS)
+    passed, everything = map(int, re.findall(r"Passed: (\d+) of (\d+)", text)[0])
+    assert passed == everything >= 500 + len(COVER) and "not built" not in text
 
 
 def test_counts_of_ranks() -> None:
