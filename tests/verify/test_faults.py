@@ -12,6 +12,7 @@ from heptad.launch.forked import forked
 from heptad.loader.synthetic import synthetic
 from heptad.verify.compare import compare
 from heptad.verify.context_faults import CONTEXT
+from heptad.verify.expert_faults import EXPERT
 from heptad.verify.faults import KINDS, names, parse
 from heptad.verify.localise import NOBODY, without
 from heptad.verify.pipeline_faults import PIPELINE
@@ -44,7 +45,7 @@ def examined(fault: str, steps: int = 2, **layout: Any) -> Verdict:
 
 
 def test_the_list_is_complete() -> None:
-    assert names() == [*GUILTY, *TENSOR, *PIPELINE, *CONTEXT] and len(names()) == len(KINDS)
+    assert names() == [*GUILTY, *TENSOR, *PIPELINE, *CONTEXT, *EXPERT] and len(names()) == len(KINDS)
 
 
 @pytest.mark.parametrize("fault", GUILTY)

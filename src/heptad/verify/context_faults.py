@@ -72,8 +72,8 @@ def _take_otherwise(change: Callable[[Batch, Batch, int], dict[str, Tensor]]) ->
     """The part of a batch that a rank takes, with what `change` (whole, part, rank) gives in place of its own."""
     right = vars(step_module)["take"]  # maybe wrong already: two faults
 
-    def wrong(batch: Batch, layout: LayoutSection, rank: int) -> Batch:
-        part: Batch = right(batch, layout, rank)
+    def wrong(batch: Batch, layout: LayoutSection, rank: int, depths: int = 0) -> Batch:
+        part: Batch = right(batch, layout, rank, depths)
         return part if part is batch else replace(part, **change(batch, part, rank))  # type: ignore[arg-type]
 
     setattr(step_module, "take", wrong)  # noqa: B010
