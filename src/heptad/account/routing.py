@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heptad.axes.context.cost import predictions
 from heptad.axes.data.cost import axis_sizes
-from heptad.config.experts import routes
+from heptad.axes.data.stages import ROUTED_AXES
+from heptad.axes.expert.cost import mixtures
+from heptad.config.experts import balances
 from heptad.config.schema import Job, ModelSection
 from heptad.mesh.layout import Layout
 from heptad.models.spec import ParamSpec, UnitSpec
@@ -25,17 +26,11 @@ from heptad.trace import Transfer
 from heptad.units import sent_bytes
 
 NUMBER_BYTES = 4
-ROUTED_AXES = ("cp", "tp")
 
 
 def adds_losses(model: ModelSection) -> bool:
     """Whether routers add losses of their own."""
     return model.class_ is None and model.experts is not None and bool(balances(model) or model.z_loss)
-
-
-def balances(model: ModelSection) -> float:
-    """The coefficient of the loss that keeps experts evenly loaded."""
-    return model.balance_loss if model.router == "deepseek" else model.aux_loss
 
 
 def traffic(
@@ -53,27 +48,12 @@ def traffic(
         once.append(("all_reduce", NUMBER_BYTES * batch * model.experts))
     if model.capacity_factor is not None:
         once.append(("all_gather", NUMBER_BYTES * model.experts_per_token * own * ranks))
-    found = []
-    for phase, times in _forwards(model, units, specs, runs, recompute):
-        for op, size in once:
-            found.append(Transfer(op, axis, phase, times * sent_bytes(op, size, ranks), times))
-    return [item for item in found if item.count]
-
-
-def _forwards(
-    model: ModelSection, units: Sequence[UnitSpec], specs: Sequence[ParamSpec], runs: Sequence[int], recompute: Segments
-) -> list[tuple[str, int]]:
-    """(phase, how many forwards of blocks with experts run in it)."""
-    again = {unit for segment in recompute for unit in segment}
-    trained = {spec.name for spec in specs if spec.trainable}
-    forward = backward = layer = 0
-    alive = False
-    for index, unit in enumerate(units):
-        alive = alive or any(name in trained for name in unit.params)
-        if unit.kind == "head":
-            forward += len(predictions(specs)) * runs[index]
-        elif unit.kind == "block":
-            forward += runs[index] * routes(model, layer)
-            backward += runs[index] * (routes(model, layer) and index in again and alive)
-            layer += 1
-    return [("forward", forward), ("backward", backward)]
+    again, every = {unit for segment in recompute for unit in segment}, mixtures(units, specs)
+    forward = sum(runs[mixture.unit] for mixture in every)
+    backward = sum(runs[mixture.unit] for mixture in every if mixture.unit in again and mixture.trains)
+    return [
+        Transfer(op, axis, phase, times * sent_bytes(op, size, ranks), times)
+        for phase, times in (("forward", forward), ("backward", backward))
+        for op, size in once
+        if times
+    ]

@@ -20,7 +20,7 @@ from heptad.axes.context.apply import cut_attention
 from heptad.axes.context.kernels import block_kernels
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.shard import Holders, Owners
-from heptad.axes.data.stages import LOSS_AXES, holder_axes, replica_axes, shard_axes
+from heptad.axes.data.stages import LOSS_AXES, ROUTED_AXES, holder_axes, replica_axes, shard_axes
 from heptad.axes.expert.apply import cut_experts
 from heptad.axes.expert.sequences import cut_sequences
 from heptad.axes.pipeline.transport import Transport
@@ -73,10 +73,6 @@ def wanted_groups(zero: int, families: Sequence[Family] = ("dense",)) -> list[tu
     """Axes a job needs groups along."""
     of_family = [axes(zero, family) for family in families for axes in (shard_axes, replica_axes, holder_axes)]
     return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",), *([ROUTED_AXES] if "expert" in families else [])]
-
-
-ROUTED_AXES = ("cp", "tp")
-"""Ranks that route tokens of the same sequences."""
 
 
 def families_of(model: Model) -> tuple[Family, ...]:

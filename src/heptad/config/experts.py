@@ -152,3 +152,8 @@ def routes(model: ModelSection, layer: int) -> bool:
 def updates_bias(model: ModelSection) -> bool:
     """Whether the router has a bias that each step's load moves."""
     return model.experts is not None and model.router == "deepseek" and is_set(model, "bias_update_speed")
+
+
+def balances(model: ModelSection) -> float:
+    """The coefficient of the loss that keeps experts evenly loaded."""
+    return model.balance_loss if model.router == "deepseek" else model.aux_loss

@@ -87,6 +87,11 @@ class Work:
             handle.wait()
         self._sends, self._keep = (), None
 
+    def complete(self) -> None:
+        """Both."""
+        self.wait()
+        self.wait_sent()
+
 
 def _record(op: str, group: Group, phase: str, full_bytes: int) -> None:
     if group.size > 1:

@@ -44,8 +44,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Block until it is valid on this rank and what this rank sent may change."""
         if self.work is not None:
-            self.work.wait()
-            self.work.wait_sent()
+            self.work.complete()
             self.work = None
         return self.tensor if self.rows is None else self.tensor[: self.rows]
 

@@ -236,6 +236,5 @@ def whole_logits(local: Tensor, group: Group | None, vocab: int) -> Tensor:
         return local[..., :vocab]
     full = local.new_empty(group.size, *local.shape)
     work = all_gather(full.view(-1), local.contiguous().view(-1), group, group.ledger.phase)
-    work.wait()
-    work.wait_sent()
+    work.complete()
     return full.movedim(0, -2).flatten(-2)[..., :vocab]  # [..., T, V/T] -> [..., T · V/T] -> [..., V]

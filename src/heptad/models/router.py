@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heptad.config.experts import updates_bias
+from heptad.config.experts import balances, updates_bias
 from heptad.config.schema import ModelSection
 from heptad.models.batch import Batch
 from heptad.models.dropout import noise
@@ -117,7 +117,7 @@ class Router(nn.Module):
         self.group_limit = section.router_group_limit or section.router_groups
         self.sigmoid, self.normalise = section.router == "deepseek", section.normalise_top_k
         self.scale, self.capacity_factor = section.routed_scale, section.capacity_factor
-        self.balance = section.balance_loss if self.sigmoid else section.aux_loss
+        self.balance = balances(section)
         self.z_loss, self.jitter = section.z_loss, section.jitter
         self.speed = section.bias_update_speed if updates_bias(section) else 0.0
         self.seed, self.name = seed, name

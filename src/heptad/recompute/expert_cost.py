@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heptad.config.experts import balances
 from heptad.config.schema import ModelSection
 
 CHOICE_BYTES = 8
@@ -118,7 +119,7 @@ def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
     choices, inner = section.experts_per_token, section.expert_width
     parts = 2 if section.mlp == "gated" else 1
     shared = -(-section.shared_experts * inner // tokens.tp)
-    balance = section.balance_loss if section.router == "deepseek" else section.aux_loss
+    balance = balances(section)
     losses = (number * wide + CHOICE_BYTES) * tokens.batch * bool(balance or section.z_loss)
     if balance:
         losses += tokens.batch * section.experts * wide + number * wide * (section.router == "deepseek")

@@ -102,8 +102,7 @@ def _gathered(mine: Sequence[Held], group: Group, device: torch.device) -> list[
     own = torch.tensor(mine, dtype=torch.int64, device=device).flatten()
     full = own.new_empty(group.size * own.numel())
     work = all_gather(full, own, group, "check")
-    work.wait()
-    work.wait_sent()
+    work.complete()
     return [[tuple(held) for held in rank] for rank in full.view(group.size, -1, 3).tolist()]
 
 
@@ -131,8 +130,7 @@ def _parted_along(mine: Sequence[tuple[int, ...]], group: Group, device: torch.d
     own[: len(mine)] = torch.tensor(mine, dtype=torch.int64, device=device).view(-1, 4)
     full = own.new_empty(group.size * own.numel())
     work = all_gather(full, own.flatten(), group, "check")
-    work.wait()
-    work.wait_sent()
+    work.complete()
     found = []
     at_of = {key[:3]: (at, key[3]) for at, key in enumerate(mine)}
     for index, rows in enumerate(full.view(group.size, -1, 4).tolist()):

@@ -17,8 +17,7 @@ from torch import Tensor
 from heptad.axes.expert import dispatch, two_level
 from heptad.axes.expert.sequences import CutSequences
 from heptad.axes.expert.transfer import Trip
-from heptad.config.effect import is_set
-from heptad.config.experts import updates_bias
+from heptad.config.experts import balances, updates_bias
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
 from heptad.models.batch import Batch
@@ -67,11 +66,6 @@ def _batch_is_cut(job: Job) -> tuple[str, ...] | str:
     return found or "one rank routes the whole batch"
 
 
-def _balances(job: Job) -> bool:
-    model = job.model
-    return is_set(model, "balance_loss" if model.router == "deepseek" else "aux_loss")
-
-
 def _stack(job: Job, spec: ParamSpec) -> bool:
     return family_of(spec) == "expert"
 
@@ -114,8 +108,7 @@ def _part_alone(fault: Fault, trainer: Trainer) -> None:
         def alone(rows: Tensor) -> Any:
             own = rows[first : first + counts[group.index]].clone()
             came, work = there(rows)
-            work.wait()
-            work.wait_sent()
+            work.complete()
             return came.copy_(own), type(work)()
 
         return Trip(alone, trip.back)
@@ -217,7 +210,7 @@ EXPERT: dict[str, FaultKind] = {
     ),
     "load_by_rank": FaultKind(
         "the balancing loss takes the load of a rank's tokens for that of their sequences",
-        _of_sequences(_balances, "no loss balances (model.aux_loss, model.balance_loss)"),
+        _of_sequences(lambda job: balances(job.model) > 0, "no loss balances (model.aux_loss, model.balance_loss)"),
         _own_load,
     ),
     "capacity_by_rank": FaultKind(

@@ -61,8 +61,7 @@ class Ring:
     def wait(self) -> None:
         """Block until the message is here and the one sent has left; nothing under way: at once."""
         for work in self._under_way:
-            work.wait()
-            work.wait_sent()
+            work.complete()
         self._under_way = []
 
 

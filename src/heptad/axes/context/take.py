@@ -93,8 +93,7 @@ def whole(part: Tensor, placement: Placement, length: int, group: Group, phase: 
     """
     full = part.new_empty(group.size, *part.shape)
     work = all_gather(full.view(-1), part.contiguous().view(-1), group, phase)
-    work.wait()
-    work.wait_sent()
+    work.complete()
     places = torch.from_numpy(placement.inverse[:, :length]).to(part.device)
     rows = torch.arange(part.shape[0], device=part.device).unsqueeze(1)
     return full.transpose(0, 1).flatten(1, 2)[rows, places]  # [B, R·tokens, ...] -> [B, length, ...]

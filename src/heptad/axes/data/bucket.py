@@ -158,8 +158,7 @@ class Bucket:
         work = self._work.pop("reduce")
         if self.place.free_grads and not self.accumulated:
             _allocate(self.grad_shard)
-        work.wait()
-        work.wait_sent()
+        work.complete()
         if self.place.free_grads:
             self.grad_full.untyped_storage().resize_(0)
             self.accumulated = True

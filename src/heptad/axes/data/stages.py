@@ -43,6 +43,9 @@ LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes over which losses and finite checks are summed; tensor ranks and the ranks of a pipeline read the same tokens,
 so one of them counts."""
 
+ROUTED_AXES = ("cp", "tp")
+"""Axes whose ranks route tokens of the same sequences."""
+
 
 def reductions(section: LayoutSection) -> Literal["step", "microbatch"]:
     """How often a bucket's gradient is reduced: stages 0 and 1 keep it whole and do it once a step.

@@ -139,8 +139,7 @@ def _gathered(counts: Tensor, group: Group) -> Tensor:
 
 
 def _done(out: Tensor, work: Work) -> Tensor:
-    work.wait()
-    work.wait_sent()
+    work.complete()
     return out
 
 

@@ -32,8 +32,7 @@ class CutSequences(Sequences):
         """See `Sequences`. Collective."""
         counts = counts.contiguous()
         work = all_reduce(counts, self.group, self.group.ledger.phase)
-        work.wait()
-        work.wait_sent()
+        work.complete()
         return counts
 
     def whole(self, values: Tensor, batch: Batch) -> Tensor:
@@ -41,8 +40,7 @@ class CutSequences(Sequences):
         own = values.to(torch.int32).contiguous()
         full = own.new_empty(self.group.size * own.numel())
         work = all_gather(full, own.view(-1), self.group, self.group.ledger.phase)
-        work.wait()
-        work.wait_sent()
+        work.complete()
         (rows, length), choices = batch.ids.shape, values.shape[-1]
         tokens = full.view(self.ranks, -1, choices)[:, : rows * length]  # behind them what fills up the last rank
         placed = tokens.reshape(self.ranks, rows, length, choices).transpose(0, 1).flatten(1, 2).to(values.dtype)

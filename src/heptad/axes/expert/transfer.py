@@ -47,8 +47,7 @@ class Trip:
         if self.gives:
             give()
         (came, work), self.under_way = self.under_way, None
-        work.wait()
-        work.wait_sent()
+        work.complete()
         return came
 
 
@@ -68,31 +67,26 @@ def reduce(group: Group, counts: Sequence[int]) -> Trip:
 
 
 def _exchange(group: Group, send: Sequence[int], recv: Sequence[int]) -> Move:
-    def move(rows: Tensor) -> tuple[Tensor, Work]:
-        if group.size == 1:
-            return rows.detach(), Work()
-        out = rows.new_empty(sum(recv), *rows.shape[1:])
-        return out, all_to_all_rows(out, rows, send, recv, group, group.ledger.phase)
-
-    return move
+    return _move(group, sum(recv), lambda out, rows: all_to_all_rows(out, rows, send, recv, group, group.ledger.phase))
 
 
 def _gather(group: Group, counts: Sequence[int]) -> Move:
-    def move(rows: Tensor) -> tuple[Tensor, Work]:
-        if group.size == 1:
-            return rows.detach(), Work()
-        out = rows.new_empty(sum(counts), *rows.shape[1:])
-        return out, all_gather_rows(out, rows, counts, group, group.ledger.phase)
-
-    return move
+    return _move(group, sum(counts), lambda out, rows: all_gather_rows(out, rows, counts, group, group.ledger.phase))
 
 
 def _reduce(group: Group, counts: Sequence[int]) -> Move:
+    own = counts[group.index]
+    return _move(group, own, lambda out, rows: reduce_scatter_rows(out, rows, counts, group, group.ledger.phase))
+
+
+def _move(group: Group, come: int, post: Callable[[Tensor, Tensor], Work]) -> Move:
+    """`come` rows arrive, by what `post` (memory for them, rows sent) starts; one rank keeps its own."""
+
     def move(rows: Tensor) -> tuple[Tensor, Work]:
         if group.size == 1:
             return rows.detach(), Work()
-        out = rows.new_empty(counts[group.index], *rows.shape[1:])
-        return out, reduce_scatter_rows(out, rows, counts, group, group.ledger.phase)
+        out = rows.new_empty(come, *rows.shape[1:])
+        return out, post(out, rows)
 
     return move
 

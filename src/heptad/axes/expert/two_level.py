@@ -53,7 +53,7 @@ class TwoLevel:
         choices, work = self._choices(chosen.to(torch.int32)[slots // nodes], sent, come)
         beside = meanwhile()
         rows, weights = wait(coming, out), wait(weights, weighing)
-        _end(work)
+        work.complete()
         local = choices.to(torch.int64) - self.across.index * held
         kept = (local >= 0) & (local < held)
         there = Routing(weights, torch.where(kept, local, 0), kept)
@@ -79,11 +79,6 @@ class TwoLevel:
             return chosen, Work()
         out = chosen.new_empty(sum(come), chosen.shape[1])
         return out, all_to_all_rows(out, chosen.contiguous(), sent, come, self.across, self.across.ledger.phase)
-
-
-def _end(work: Work) -> None:
-    work.wait()
-    work.wait_sent()
 
 
 def _nothing() -> None:
