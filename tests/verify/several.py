@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
+from tests.verify.layouts import layout_job
 
 from heptad.config.schema import Job
 from heptad.errors import ConfigError
 from heptad.launch.forked import forked
 from heptad.loader.prepare import PreparedData
+from heptad.loader.synthetic import synthetic
 from heptad.mesh.layout import Layout
 from heptad.verify.compare import compare
 from heptad.verify.faults import parse
@@ -43,6 +45,27 @@ def first_of_each(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     for name, (fault, *_) in cases.items():
         first.setdefault(fault, name)
     return fast(cases, lambda name: name in first.values())
+
+
+def by_ranks(jobs: Mapping[str, dict[str, Any]], also: Callable[[str], bool] = lambda name: True) -> list[Any]:
+    """Parameters of a test, names of `jobs` (arguments of `layout_job`), as many ranks together; as in `fast`."""
+
+    def groups(names: Iterable[str]) -> list[list[Item]]:
+        items = [{"name": name} for name in names]
+        return together(items, lambda item: Layout.of(layout_job(**jobs[item["name"]]).layout).world)
+
+    def parameters(names: list[str], *marks: Any) -> list[Any]:
+        found = [[item["name"] for item in items] for items in groups(names)]
+        return [pytest.param(group, id=", ".join(group), marks=marks) for group in found]
+
+    slow = [name for name in jobs if not also(name)]
+    return parameters([name for name in jobs if also(name)]) + parameters(slow, pytest.mark.slow)
+
+
+def assert_jobs_right(names: Iterable[str], jobs: Mapping[str, dict[str, Any]]) -> None:
+    """`assert_all_right` of these of `jobs`, each with its synthetic tokens."""
+    found = [layout_job(**jobs[name]) for name in names]
+    assert_all_right([(job, synthetic(job)) for job in found])
 
 
 def _several(rank: int, cases: list[Case], steps: int) -> list[RankReport]:

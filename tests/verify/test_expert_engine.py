@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import layout_job
-from tests.verify.several import assert_all_right, together
+from tests.verify.several import assert_jobs_right, by_ranks
 from tests.verify.test_moe_layouts import CUT, DEEPSEEK, FOUR, FURTHER, SOFTMAX, cut, piped
 
 from heptad.config.check import problems
-from heptad.loader.synthetic import synthetic
-from heptad.mesh.layout import Layout
 
 SEVEN = {**SOFTMAX, "experts": 7}
 SGD = dict(name="sgd", lr=0.1, clip_norm=None, schedule="constant")
@@ -53,24 +51,11 @@ def test_every_job_is_a_legal_one() -> None:
     assert not [(name, found) for name, item in JOBS.items() for found in problems(layout_job(**item))]
 
 
-FAST = [name for name in JOBS if name.startswith("c-0") or name in ("fp32", "bf16", "muon", "pipedream")]
-"""Of the others every pair of options is in the cover of all axes too."""
+def also_fast(name: str) -> bool:
+    """Of the others every pair of options is in the cover of all axes too."""
+    return name.startswith("c-0") or name in ("fp32", "bf16", "muon", "pipedream")
 
 
-def by_ranks(names: list[str]) -> list[list[dict[str, Any]]]:
-    """As many ranks together."""
-    items = [{"name": name} for name in names]
-    return together(items, lambda item: Layout.of(layout_job(**JOBS[item["name"]]).layout).world)
-
-
-@pytest.mark.parametrize(
-    "items",
-    [
-        *by_ranks(FAST),
-        *(pytest.param(items, marks=pytest.mark.slow) for items in by_ranks([n for n in JOBS if n not in FAST])),
-    ],
-    ids=lambda items: ", ".join(item["name"] for item in items),
-)
-def test_layouts(items: list[dict[str, Any]]) -> None:
-    jobs = [layout_job(**JOBS[item["name"]]) for item in items]
-    assert_all_right([(job, synthetic(job)) for job in jobs])
+@pytest.mark.parametrize("names", by_ranks(JOBS, also_fast))
+def test_layouts(names: list[str]) -> None:
+    assert_jobs_right(names, JOBS)

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import compared, layout_job
-from tests.verify.several import assert_all_right, fast, together
+from tests.verify.several import assert_jobs_right, by_ranks, fast
 from tests.verify.test_layouts import assert_right
 
 from heptad.config.check import check, problems
 from heptad.config.load import load
-from heptad.loader.synthetic import synthetic
-from heptad.mesh.layout import Layout
 from heptad.models.resolve import resolve
 from heptad.verify.shrink import shrink
 
@@ -107,24 +105,9 @@ SLOW = (
 """Each differs from others in one option; the pairwise cover of all axes has it too."""
 
 
-def by_ranks(names: list[str]) -> list[list[dict[str, Any]]]:
-    """As many ranks together."""
-    return together(
-        [{"name": name} for name in names], lambda item: Layout.of(layout_job(**AXES[item["name"]]).layout).world
-    )
-
-
-@pytest.mark.parametrize(
-    "items",
-    [
-        *by_ranks([name for name in AXES if name not in SLOW]),
-        *(pytest.param(items, marks=pytest.mark.slow) for items in by_ranks(list(SLOW))),
-    ],
-    ids=lambda items: ", ".join(item["name"] for item in items),
-)
-def test_tensor_and_context_axes(items: list[dict[str, Any]]) -> None:
-    jobs = [layout_job(**AXES[item["name"]]) for item in items]
-    assert_all_right([(job, synthetic(job)) for job in jobs])
+@pytest.mark.parametrize("names", by_ranks(AXES, lambda name: name not in SLOW))
+def test_tensor_and_context_axes(names: list[str]) -> None:
+    assert_jobs_right(names, AXES)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from tests.verify.layouts import layout_job
-from tests.verify.several import assert_all_right, together
+from tests.verify.several import assert_all_right, by_ranks
 from tests.verify.test_moe_layouts import DEEPSEEK, FURTHER, SOFTMAX, piped
 
 from heptad.axes.program import stages_of
 from heptad.config.check import problems
 from heptad.loader.synthetic import synthetic
-from heptad.mesh.layout import Layout
 from heptad.models.spec import unit_specs
 from heptad.schedule.action import UnitUse
 from heptad.schedule.expand import expand
@@ -35,8 +34,8 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def _right(items: list[dict[str, Any]]) -> None:
-    jobs = [layout_job(**{**JOBS, **MORE}[item["name"]]) for item in items]
+def _right(names: list[str]) -> None:
+    jobs = [layout_job(**{**JOBS, **MORE}[name]) for name in names]
     assert not [found for job in jobs for found in problems(job)]
     for job in jobs:
         units = unit_specs(job.model)
@@ -47,17 +46,6 @@ def _right(items: list[dict[str, Any]]) -> None:
     assert_all_right([(job, synthetic(job)) for job in jobs])
 
 
-def _of_ranks(jobs: dict[str, dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    names = [{"name": name} for name in jobs]
-    return together(names, lambda item: Layout.of(layout_job(**jobs[item["name"]]).layout).world)
-
-
-@pytest.mark.parametrize("items", _of_ranks(JOBS), ids=lambda items: ", ".join(item["name"] for item in items))
-def test_pairs(items: list[dict[str, Any]]) -> None:
-    _right(items)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("items", _of_ranks(MORE), ids=lambda items: ", ".join(item["name"] for item in items))
-def test_more_pairs(items: list[dict[str, Any]]) -> None:
-    _right(items)
+@pytest.mark.parametrize("names", by_ranks({**JOBS, **MORE}, lambda name: name in JOBS))
+def test_pairs(names: list[str]) -> None:
+    _right(names)
