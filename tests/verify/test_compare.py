@@ -8,7 +8,8 @@ from heptad.launch.forked import RankFailed
 from heptad.loader.synthetic import synthetic
 from heptad.mesh.piece import Piece
 from heptad.optim.roles import decay_of, kind_of
-from heptad.verify.compare import Difference, assemble
+from heptad.verify.compare import assemble
+from heptad.verify.judge import Difference
 from heptad.verify.localise import Blame, guilty, module_of, present
 from heptad.verify.ranks import run_layout
 from heptad.verify.reference import Reference

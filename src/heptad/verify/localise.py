@@ -26,7 +26,8 @@ from heptad.axes.pipeline.generate import problems as schedule_problems
 from heptad.axes.program import microbatches_of
 from heptad.config.context import cuts_for_balance
 from heptad.config.schema import Job, LayoutSection, RecomputeSection, Section
-from heptad.verify.compare import Comparison, Difference
+from heptad.verify.compare import Comparison
+from heptad.verify.judge import Difference
 
 EXPERTS = ("ep_inner", "etp", "ep")
 DATA = ("dp_replicate", "dp_shard")

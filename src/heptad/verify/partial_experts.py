@@ -1,6 +1,6 @@
 """A mixture as a layout rounds it whose experts are cut over tensor ranks, or whose tokens cross to nodes once.
 
-For the bound in bf16 (`compare.py`): ranks with parts of the rows of an expert each round their part of its output, and
+For the bound in bf16 (`judge.py`): ranks with parts of the rows of an expert each round their part of its output, and
 of its rows' gradient; a node rounds its part of a token's sum. Here both happen too, by plain autograd and the dispatch
 of one device, so as right as a figure in bf16 with these parts can be. Read next: `reference.py`.
 """

@@ -1,6 +1,6 @@
 """Core attention as a layout with C context ranks rounds it: each part of the queries against each part of the keys.
 
-For the bound in bf16 (`compare.py`): context ranks do more than reorder sums. A query's output is made of parts, each
+For the bound in bf16 (`judge.py`): context ranks do more than reorder sums. A query's output is made of parts, each
 over some of the keys and rounded to bf16, merged by log-sum-exp; the gradient of a query, key or value is a sum of such
 parts. Here both happen too, by plain autograd on formed scores, so as right as a figure in bf16 with C parts can be,
 without any of the code under test. Read next: `reference.py`.

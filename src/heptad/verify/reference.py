@@ -6,7 +6,7 @@ the gradients the layout got*: they have been compared already, and an optimizer
 (Adam where the true gradient is zero, as for a key's bias) would turn two roundings into two updates. So each step
 proves two links: same parameters -> same gradients; same gradients -> same parameters. No drift builds up.
 
-`reordered` runs the same step with its sums in another order, for the bound of bf16 (`compare.py` argues it).
+`reordered` runs the same step with its sums in another order, for the bound of bf16 (`judge.py` argues it).
 """
 
 from __future__ import annotations
