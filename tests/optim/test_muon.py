@@ -86,7 +86,7 @@ def test_singular_values_come_near_one() -> None:
 def test_rounds_skip_what_lies_on_one_rank_and_respect_the_limit() -> None:
     cuts = [((0, 6), (6, 6)), ((0, 2), (2, 10)), ((0, 0), (0, 4)), ((0, 3), (3, 5)), ((0, 1), (1, 2))]
     assert [(item.members, item.width) for item in gather_rounds(cuts)] == [((1, 3, 4), 11)]
-    assert [(item.members, item.width) for item in gather_rounds(cuts, 10)] == [((1,), 8), ((3, 4), 4)]
+    assert [(item.members, item.width) for item in gather_rounds(cuts, round_numel=10)] == [((1,), 8), ((3, 4), 4)]
     assert gather_rounds([((0, 6),), ((0, 3),)]) == []
     assert muon_traffic(cuts, "dp_shard", 4) == [Transfer("all_gather", "dp_shard", "update", 11 * 4)]
 
@@ -94,7 +94,7 @@ def test_rounds_skip_what_lies_on_one_rank_and_respect_the_limit() -> None:
 def several_rounds(rank: int, size: int, round_numel: int) -> list[list[float]]:
     import heptad.optim.muon as muon
 
-    muon.gather_rounds = lambda cuts: gather_rounds(cuts, round_numel)
+    muon.gather_rounds = lambda cuts, teams: gather_rounds(cuts, teams, round_numel)
     shards = cut(values(0), world_group(rank, size))
     optimizer = build_optimizer(section(**OPTIONS), shards, STEPS)
     set_grads(shards, values(1))

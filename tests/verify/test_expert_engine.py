@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.verify.layouts import layout_job
 from tests.verify.several import assert_jobs_right, by_ranks
-from tests.verify.test_moe_layouts import CUT, DEEPSEEK, FOUR, FURTHER, SOFTMAX, cut, piped
+from tests.verify.test_moe_layouts import CUT, DEEPSEEK, FOUR, FURTHER, MUON, SOFTMAX, cut, piped
 
 from heptad.config.check import problems
 
@@ -34,7 +34,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "only experts train": cut({**SEVEN, "frozen": ("embed.*", "head.*", "*.attention.*", "*norm*")}, 4, zero=1, etp=2),
     "recomputed": {**cut(DEEPSEEK, 2, zero=3, ep=2), "recompute": dict(mode="full")},
     "offload": {**cut(SOFTMAX, 2, zero=1, etp=2), "offload": dict(activations="cpu")},
-    "muon": {**cut(DEEPSEEK, 4, zero=3, ep=2, etp=2), "optimizer": dict(name="muon", muon_lr=0.05)},
+    "muon": {**cut(DEEPSEEK, 4, zero=3, ep=2, etp=2), "optimizer": MUON},
+    "muon, whole experts": {**cut(SEVEN, 2, zero=0, ep=2), "optimizer": MUON},
+    "muon, cut by shards": {**cut(SEVEN, 4, zero=3, ep=2), "optimizer": MUON},
+    "muon, rows": {**cut(FURTHER, 4, zero=1, etp=2), "optimizer": MUON},
+    "muon, hsdp": {**cut(FURTHER, 4, dp_replicate=2, dp_shard=2, zero=2, ep=2), "optimizer": MUON},
+    "muon, over tensor and context ranks": {**cut(SEVEN, 1, zero=2, ep=2, etp=2, **ODD), "optimizer": MUON},
+    "muon, all three": {**cut(DEEPSEEK, 8, zero=3, ep=2, etp=2), "optimizer": MUON},
+    "muon, dualpipe": {**piped("dualpipe", FURTHER, 2, ep=2), "optimizer": MUON},
+    "muon, pipedream": {**piped("pipedream", DEEPSEEK, 2, etp=2), "optimizer": {**MUON, "clip_norm": None}},
     "fp32": {**cut(DEEPSEEK, 4, zero=2, ep=2), "params": "fp32"},
     "bf16": {**cut(SEVEN, 2, zero=3, ep=2), "params": "bf16"},
     "tp inside, ep outside": cut(DEEPSEEK, 2, **CUT, ep=2, zero=3),

@@ -25,6 +25,7 @@ DEEPSEEK: dict[str, Any] = dict(
     bias_update_speed=0.05,
 )  # fmt: skip
 FURTHER = {**DEEPSEEK, "mtp_depth": 1}
+MUON: dict[str, Any] = dict(name="muon", muon_lr=0.05)
 FOUR = {**FURTHER, "layers": 4}
 
 
@@ -41,8 +42,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "recomputed": dict(zero=3, ranks=2, model=DEEPSEEK, recompute=dict(mode="full")),
     "recomputed in part": dict(zero=1, ranks=2, model=DEEPSEEK, recompute=dict(mode="selective")),
     "offload": dict(zero=1, ranks=2, model=SOFTMAX, offload=dict(activations="cpu")),
-    "fsdp2": dict(zero=3, ranks=2, model=DEEPSEEK, layout=dict(engine="fsdp2")),
-    "muon": dict(zero=3, ranks=2, model=DEEPSEEK, optimizer=dict(name="muon", muon_lr=0.05)),
+    "fsdp2": dict(zero=3, ranks=2, model=DEEPSEEK, layout=dict(engine="fsdp2"), optimizer=MUON),
+    "muon": dict(zero=3, ranks=2, model=DEEPSEEK, optimizer=MUON),
     "fp32": dict(zero=2, ranks=2, model=DEEPSEEK, params="fp32"),
     "1f1b": piped("1f1b", FURTHER),
     "zbh1": piped("zbh1", SOFTMAX, 2),
@@ -86,7 +87,7 @@ AXES: dict[str, dict[str, Any]] = {
     "both": {**cut(GROUPS, cp=2, **CUT), "recompute": dict(mode="full"), "train": dict(micro_batch=2, global_batch=4)},
     "both, whole": {**cut(LIMITED, cp=2, tp=2), "offload": dict(activations="cpu")},
     "tensor outermost": cut(LIMITED, ranks=2, cp=2, **CUT, order="tp-pp-dp_replicate-dp_shard-cp"),
-    "muon": {**cut(LIMITED, tp=2, cp=2), "optimizer": dict(name="muon", muon_lr=0.05)},
+    "muon": {**cut(LIMITED, tp=2, cp=2), "optimizer": MUON},
     "1f1b, tp": piped("1f1b", LIMITED, **CUT),
     "zbv, cp": piped("zbv", {**LIMITED, "layers": 4}, cp=2),
     "dualpipe, both": piped("dualpipe", LIMITED, cp=2, tp=2),

@@ -33,7 +33,7 @@ from heptad.account import routing
 from heptad.axes.context import cost as context
 from heptad.axes.data import cost
 from heptad.axes.data.buckets import BucketSpec, part_width, plan_buckets, ranges_of, tiles_of, unit_uses
-from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, reductions, shard_counts
+from heptad.axes.data.stages import LOSS_AXES, data_rule, holder_axes, matrix_axes, reductions, shard_counts, teams
 from heptad.axes.expert import cost as expert
 from heptad.axes.expert.flow import Routed
 from heptad.axes.expert.flow import Sizes as ExpertSizes
@@ -44,10 +44,10 @@ from heptad.config.experts import updates_bias
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
 from heptad.models.chunk import chunk_tokens
-from heptad.models.cut import Cuts, family_cuts, local_specs
+from heptad.models.cut import FAMILIES, Cuts, family_cuts, local_specs
 from heptad.models.share import Share, shares, whole
 from heptad.models.spec import ParamSpec, UnitSpec
-from heptad.optim.cost import muon_traffic, norm_traffic
+from heptad.optim.cost import matrices, muon_traffic, norm_traffic
 from heptad.optim.roles import kind_of
 from heptad.precision.dtypes import Dtypes, dtypes_of
 from heptad.schedule.action import Segments
@@ -82,10 +82,7 @@ def step_traffic(
     reduce_bytes = BYTES_PER_ELEMENT[dtypes.reduce]
     microbatches = microbatches_of(job)
     if job.layout.engine == "fsdp2":
-        holders = cost.axis_sizes(layout, holder_axes(zero))
-        found = once_a_step(job) + (norm_traffic(*holders) if holders[1] > 1 else []) + _loads(job)
-        sizes, dense = (BYTES_PER_ELEMENT[dtypes.params], reduce_bytes), ranks["dense"]
-        return found + cost.fsdp2_traffic(units, specs, dense.shards, dense.replicas, microbatches, *sizes, recompute)
+        return _fsdp2(job, units, specs, recompute, ranks["dense"], dtypes)
     stages = stages_of(job, units)
     held = _Held.of(job, units, specs, stages, place, device_type)
     updates = stages.schedule.num_microbatches if stages is not None and stages.schedule.asynchronous else 1
@@ -111,6 +108,24 @@ def step_traffic(
         copies = {places: part_width(held.buckets, held.share.shared(places)) for places in held.share.groups()}
         found += pipeline.copies_traffic(held.share, copies, reduce_bytes)
     return found + (updates - without_target) * held.muon(BYTES_PER_ELEMENT[dtypes.master])
+
+
+def _fsdp2(
+    job: Job,
+    units: Sequence[UnitSpec],
+    specs: Sequence[ParamSpec],
+    recompute: Segments,
+    ranks: cost.Ranks,
+    dtypes: Dtypes,
+) -> list[Transfer]:
+    """Under `engine = "fsdp2"`, which knows one family of parameters."""
+    axis, num_shards = ranks.shards
+    found = once_a_step(job) + (norm_traffic(axis, num_shards) if num_shards > 1 else []) + _loads(job)
+    sizes = BYTES_PER_ELEMENT[dtypes.params], BYTES_PER_ELEMENT[dtypes.reduce]
+    found += cost.fsdp2_traffic(units, specs, ranks.shards, ranks.replicas, microbatches_of(job), *sizes, recompute)
+    moved = [spec for spec in specs if spec.trainable and kind_of(job.optimizer, spec) == "muon"]
+    tiles = [matrix for spec in moved for matrix in matrices(spec, [cost.fsdp2_ranges(spec, num_shards)])]
+    return found + muon_traffic(tiles, axis, BYTES_PER_ELEMENT[dtypes.master])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +168,22 @@ class _Held:
         return updates * found + (norm_traffic("pp", pp) if pp > 1 else [])
 
     def muon(self, master_bytes: int) -> list[Transfer]:
-        """Matrices that are assembled for their update: none is an expert's (`optim/roles.py`)."""
-        tiles = [
-            tiles_of(ranges_of(bucket, slot), [cuts[slot.spec.name] for cuts in self.cuts["dense"]])
-            for bucket in self.buckets
-            for slot in bucket.slots
-            if slot.spec.trainable and kind_of(self.job.optimizer, slot.spec) == "muon"
-        ]
-        axis, _ = cost.axis_sizes(Layout.of(self.job.layout), holder_axes(self.job.layout.zero))
-        return muon_traffic(tiles, axis, master_bytes)
+        """Matrices that are assembled for their update."""
+        layout, zero = Layout.of(self.job.layout), self.job.layout.zero
+        found = []
+        for family in FAMILIES:
+            own = teams(layout, zero, family)
+            tiles = []
+            for bucket in self.buckets:
+                for slot in bucket.slots if bucket.trainable and bucket.family == family else ():
+                    held = [cuts[slot.spec.name] for cuts in self.cuts[family]]
+                    if kind_of(self.job.optimizer, held[0].spec) == "muon":
+                        ranges = ranges_of(bucket, slot)
+                        runs = [tiles_of(ranges, held, run) for run in range(len(held[0].runs))]
+                        tiles += matrices(held[0].spec, runs, own)
+            axis = layout.group_name(matrix_axes(zero, family))
+            found += muon_traffic(tiles, axis, master_bytes, own)
+        return found
 
 
 def buckets_of(

@@ -20,7 +20,15 @@ from heptad.axes.context.apply import cut_attention
 from heptad.axes.context.kernels import block_kernels
 from heptad.axes.data.engine import DataEngine
 from heptad.axes.data.shard import Holders, Owners
-from heptad.axes.data.stages import LOSS_AXES, ROUTED_AXES, holder_axes, replica_axes, shard_axes
+from heptad.axes.data.stages import (
+    LOSS_AXES,
+    ROUTED_AXES,
+    holder_axes,
+    matrix_axes,
+    replica_axes,
+    shard_axes,
+    teams,
+)
 from heptad.axes.expert.apply import cut_experts
 from heptad.axes.expert.sequences import cut_sequences
 from heptad.axes.pipeline.transport import Transport
@@ -71,7 +79,8 @@ class Parallel:
 
 def wanted_groups(zero: int, families: Sequence[Family] = ("dense",)) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
-    of_family = [axes(zero, family) for family in families for axes in (shard_axes, replica_axes, holder_axes)]
+    kinds = (shard_axes, replica_axes, holder_axes, matrix_axes)
+    of_family = [axes(zero, family) for family in families for axes in kinds]
     return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",), *([ROUTED_AXES] if "expert" in families else [])]
 
 
@@ -103,7 +112,8 @@ def _owners(job: Job, mesh: Mesh, model: Model, stages: Stages | None) -> Owners
 
 def _holders(zero: int, mesh: Mesh, family: Family, cuts: Sequence[dict[str, Cut]], index: int) -> Holders:
     shards, replicas, group = (mesh.group(*axes(zero, family)) for axes in (shard_axes, replica_axes, holder_axes))
-    return Holders(shards, replicas, group, cuts, index)
+    team = mesh.group(*matrix_axes(zero, family))
+    return Holders(shards, replicas, group, cuts, index, team, teams(mesh.layout, zero, family))
 
 
 def _context(job: Job, mesh: Mesh, model: Model, policy: Policy) -> None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from heptad.config.schema import OptimizerName, OptimizerSection
+from heptad.models.cut import family_of
 from heptad.models.spec import ParamSpec
 
 
 def kind_of(section: OptimizerSection, spec: ParamSpec) -> OptimizerName:
     """The optimizer that updates this parameter.
 
-    Muon is defined for matrices (2-D, role "matrix"); under it, everything else is AdamW's, as its authors train.
+    Muon is defined for matrices (2-D, role "matrix") and takes each expert's in a stack of them by itself, as Moonlight
+    (arXiv 2502.16982) does; under it, everything else is AdamW's, as its authors train.
     """
     kind = section.roles.get(spec.role, section.name)
-    if kind == "muon" and (spec.role != "matrix" or len(spec.shape) != 2):
-        return "adamw"
-    return kind
+    matrices = len(spec.shape) == 2 or family_of(spec) == "expert"
+    return "adamw" if kind == "muon" and (spec.role != "matrix" or not matrices) else kind
 
 
 def decay_of(section: OptimizerSection, spec: ParamSpec) -> float:
@@ -43,9 +44,9 @@ def state_slots(section: OptimizerSection, kind: OptimizerName) -> tuple[str, ..
 
 
 def describe(section: OptimizerSection, specs: Sequence[ParamSpec]) -> list[str]:
-    """One line for each (optimizer, decay) with the roles in it and their sizes."""
+    """One line for each (optimizer, decay) with the roles in it and their sizes; one given twice counts once."""
     groups: dict[tuple[OptimizerName, float], list[ParamSpec]] = {}
-    for spec in specs:
+    for spec in dict.fromkeys(specs):
         if spec.trainable:
             groups.setdefault((kind_of(section, spec), decay_of(section, spec)), []).append(spec)
     lines = []

@@ -40,8 +40,7 @@ class WholeOptimizer:
             elif kind == "sgd":
                 self._sgd(spec.name, master, grad, lr, decay)
             else:
-                turned = spec.input_first  # the matrix is (out, in), however it is stored
-                self._muon(spec.name, master.T if turned else master, grad.T if turned else grad, lr, decay)
+                self._matrices(spec, master, grad, lr, decay)
 
     def _moments(self, name: str, like: Tensor, number: int) -> list[Tensor]:
         return self.state.setdefault(name, [torch.zeros_like(like) for _ in range(number)])
@@ -61,6 +60,13 @@ class WholeOptimizer:
             (momentum,) = self._moments(name, master, 1)
             direction = momentum.mul_(self.section.momentum).add_(direction)
         master.sub_(direction, alpha=lr)
+
+    def _matrices(self, spec: ParamSpec, master: Tensor, grad: Tensor, lr: float, decay: float) -> None:
+        """One matrix, or each of a stack of experts [E, F, D]; a matrix is (out, in), however it is stored."""
+        pairs = [(master, grad)] if master.dim() == 2 else list(zip(master, grad, strict=True))
+        for number, (weight, slope) in enumerate(pairs):
+            turned = (weight.T, slope.T) if spec.input_first else (weight, slope)
+            self._muon(f"{spec.name} {number}", *turned, lr, decay)
 
     def _muon(self, name: str, master: Tensor, grad: Tensor, lr: float, decay: float) -> None:
         (momentum,) = self._moments(name, master, 1)

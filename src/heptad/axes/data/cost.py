@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from heptad.axes.data.buckets import BucketSpec, part_width, parts_of
 from heptad.axes.data.stages import replica_axes, shard_axes
@@ -130,6 +131,12 @@ def fsdp2_traffic(
         found.append(_repeat("reduce_scatter", shards, "backward", grads, microbatches * (grads > 0)))
         found.append(_repeat("all_reduce", replicas, "backward", grads // shards[1], microbatches * (grads > 0)))
     return [transfer for transfer in found if transfer.count]
+
+
+def fsdp2_ranges(spec: ParamSpec, shards: int) -> tuple[tuple[int, int], ...]:
+    """Flat range [start, stop) of whole rows that each shard has of a parameter under `engine = "fsdp2"`."""
+    rows, row = -(-spec.shape[0] // shards), spec.numel // spec.shape[0]
+    return tuple(pairwise(min(at * rows, spec.shape[0]) * row for at in range(shards + 1)))
 
 
 def _repeat(op: str, axis: tuple[str, int], phase: str, full_bytes: int, count: int) -> Transfer:

@@ -9,10 +9,8 @@ range.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from heptad.axes.data.buckets import plan_buckets, unit_uses
+from heptad.axes.data.cost import fsdp2_ranges
 from heptad.axes.data.shard import Shard
 from heptad.errors import ConfigError
 from heptad.mesh.device import Mesh
@@ -66,9 +65,8 @@ class Fsdp2Engine:
     def _shard(self, spec: ParamSpec) -> Shard:
         param = self.model.params[spec.name]
         assert isinstance(param, DTensor)
-        group, row = self.mesh.group(*SHARDS), math.prod(spec.shape[1:])
-        rows = -(-spec.shape[0] // group.size)
-        ranges = tuple(pairwise(min(rank * rows, spec.shape[0]) * row for rank in range(group.size + 1)))
+        group = self.mesh.group(*SHARDS)
+        ranges = fsdp2_ranges(spec, group.size)
         local = param.to_local().detach().view(-1)
         grad = torch.zeros_like(local) if spec.trainable else None
         return Shard(spec, *ranges[group.index], local, grad, group, ranges)

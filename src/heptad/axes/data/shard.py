@@ -29,6 +29,8 @@ class Shard:
     owner: of the ranks of `group` that hold the same range, one is; it counts in the norm and takes part in gathers.
     sum_group: tensor ranks over whose gradients the sum still runs after the data axis's reduction.
     counted: whether this stage of a pipeline counts it: a copy on a later stage does not.
+    team, teams: the ranks of `group` that hold parts of the same matrices as this one, and the places in `group` of all
+    such teams; None and (): all of its ranks are one.
     """
 
     spec: ParamSpec
@@ -41,6 +43,8 @@ class Shard:
     owner: bool = True
     sum_group: Group | None = None
     counted: bool = True
+    team: Group | None = None
+    teams: tuple[tuple[int, ...], ...] = ()
 
     def gradient(self) -> Tensor:
         """The gradient of a trainable parameter."""
@@ -59,7 +63,7 @@ class Holders:
     shards, replicas: over which buckets are cut, and along which ranks hold the same shard. cuts: for each of the ranks
     between which parameters are cut before the data axis does it (tensor ranks; expert ranks), by parameter's name,
     what it holds; index: this rank's place among them. group: the ranks that together hold each parameter: data shards
-    × those of `cuts`, the latter innermost.
+    × those of `cuts`, the latter innermost. team, teams: as of a `Shard`.
     """
 
     shards: Group
@@ -67,6 +71,8 @@ class Holders:
     group: Group
     cuts: Sequence[Mapping[str, Cut]]
     index: int
+    team: Group
+    teams: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,8 @@ class Owners:
                     own.owner,
                     self.sums.get(own.summed),
                     self.share.counts(name),
+                    holders.team,
+                    holders.teams,
                 )
             )
         return found

@@ -28,6 +28,19 @@ def holder_axes(zero: int, family: Family = "dense") -> tuple[str, ...]:
     return (*shard_axes(zero, family), *PART_AXES[family])
 
 
+def matrix_axes(zero: int, family: Family = "dense") -> tuple[str, ...]:
+    """Of these the axes whose ranks hold parts of the same matrices: along `ep` each has experts of its own."""
+    return tuple(axis for axis in holder_axes(zero, family) if axis != "ep")
+
+
+def teams(layout: Layout, zero: int, family: Family = "dense") -> tuple[tuple[int, ...], ...]:
+    """Of the ranks along `holder_axes`, by their places, those that hold parts of the same matrices: a team for each
+    place of `ep`, in its order."""
+    ep, etp = (layout.ep, layout.etp) if family == "expert" else (1, 1)
+    every = range(layout.degree(*holder_axes(zero, family)))
+    return tuple(tuple(at for at in every if at // etp % ep == team) for team in range(ep))
+
+
 def shard_counts(layout: Layout, zero: int) -> dict[Family, int]:
     """Ranks over which each family is cut."""
     return {family: layout.degree(*shard_axes(zero, family)) for family in FAMILIES}
