@@ -42,7 +42,7 @@ class Launcher:
     def result(self) -> Any:
         return json.loads((self.folder / "stdout").read_text())
 
-    def pids(self, world: int, timeout_s: float = 20.0) -> list[int]:
+    def pids(self, world: int, timeout_s: float = 60.0) -> list[int]:
         """Process ids of the ranks and their data workers, once all have noted them."""
         notes = [self.folder / f"rank-{rank}" for rank in range(world)]
         while not all(note.exists() for note in notes):

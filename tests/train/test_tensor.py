@@ -183,7 +183,10 @@ MOVES: list[tuple[Options, list[Options]]] = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), MOVES)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [pytest.param(*move, marks=[] if at in (0, 3, 4) else pytest.mark.slow) for at, move in enumerate(MOVES)],
+)
 def test_c_057_the_next_five_losses_are_the_uninterrupted_runs(
     whole: tuple[dict[int, float], Outcome], saved: Options, loaded: list[Options], tmp_path: Path
 ) -> None:
