@@ -44,14 +44,33 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "learned": (dict(positions="learned"), "for rotary positions"),
     "qk_norm": (dict(qk_norm=True), "mla normalises its latents instead"),
     "gqa": (dict(attention_kind="gqa"), 'would have no effect: attention_kind is "gqa"'),
+    "all experts": (dict(experts_per_token=8, router_group_limit=None, router_groups=1), "model.bias_update_speed: it "
+        "would have no effect: every token goes to all 8 experts, so their load is even (remove it, or experts_per_t"),
+    "one choice": (dict(experts_per_token=1), "model.normalise_top_k: the one weight of a token divided by itself is "
+        "1: no gradient of the loss would reach the router (normalise_top_k = false, or experts_per_token = 2)"),
+    "room for all": (dict(capacity_factor=3.94), "model.capacity_factor: it would have no effect: each expert has room "
+        "for all data.seq_len = 64 tokens of a sequence, so none is dropped (remove it, or capacity_factor <= 3.937)"),
+    "all groups": (dict(router_group_limit=None), "model.router_groups: it would have no effect: a token's experts may "
+        "lie in all 4 groups (remove it, or router_group_limit <= 3)"),
+    "all groups, needed": (dict(experts_per_token=8, router_group_limit=4), "(remove it, or fewer experts_per_token)"),
+    "beyond a sequence": (dict(mtp_depth=64), "model.mtp_depth: depth k predicts k + 1 tokens on, inside a sequence of "
+        "data.seq_len = 64: depths below that (mtp_depth <= 63, or a longer seq_len)"),
     "weight alone": (dict(mtp_weight=0.1), "nothing further is predicted (mtp_depth = 0)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_said_once(name: str) -> None:
     model, rule = CASES[name]
     assert any(rule in line for line in found(**model)), found(**model)
+
+
+def test_the_fixes_of_idle_options_hold() -> None:
+    for model in (
+        dict(experts_per_token=1, normalise_top_k=False), dict(capacity_factor=3.9375), dict(router_group_limit=3),
+        dict(experts_per_token=7, router_group_limit=None, router_groups=1), dict(mtp_depth=63),
+    ):  # fmt: skip
+        assert found(**model) == [], model
 
 
 def test_what_is_right_is_left_alone_and_resolved_jobs_load_again() -> None:

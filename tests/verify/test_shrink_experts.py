@@ -49,6 +49,19 @@ def test_shrunk_experts_keep_every_rank_at_work_some_with_fewer(preset: str, lay
     assert after.expert_width < 20 and (axes.etp == 1 or after.expert_width % axes.etp)
 
 
+@pytest.mark.parametrize("factor", [7.5, 1.25])
+def test_a_capacity_still_drops_something(factor: float) -> None:
+    job = moe("qwen3-30b-a3b", ep=4)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"capacity_factor": factor})})
+    check(job)
+    small = shrink(job, 3).job
+    check(small)
+    model, length = small.model, small.data.seq_len
+    assert model.experts is not None and model.capacity_factor is not None
+    assert model.capacity_factor * model.experts_per_token * length <= model.experts * (length - 1)
+    assert factor > 2 or model.capacity_factor == factor
+
+
 def test_a_small_width_of_the_shared_experts_suits_the_tensor_ranks() -> None:
     job = moe("deepseek-v3", tp=16)
     small = shrink(job, 3).job.model

@@ -5,6 +5,7 @@ The sizes' rules hold for a section alone, so `models/spec.complete` asks them t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from heptad.config.effect import idle, is_set
@@ -27,6 +28,7 @@ def problems(job: Job, model: ModelSection) -> Iterator[Problem]:
     """`model` is the section with its preset filled in."""
     yield from sizes(model)
     yield from _idle(model)
+    yield from _idle_of_sizes(model, job.data.seq_len)
     yield from _carved(job.layout, model)
     yield from _layouts(job, model)
 
@@ -104,6 +106,32 @@ def _idle(model: ModelSection) -> Iterator[Problem]:
         yield from idle("model", model, ("mtp_weight",), why, "mtp_depth = 1")
 
 
+def _idle_of_sizes(model: ModelSection, seq_len: int) -> Iterator[Problem]:
+    """Options that do nothing at these sizes, and the default that would leave a router untrained."""
+    if model.mtp_depth >= seq_len:
+        rule = f"depth k predicts k + 1 tokens on, inside a sequence of data.seq_len = {seq_len}: depths below that"
+        yield Problem("model.mtp_depth", model.mtp_depth, rule, f"mtp_depth <= {seq_len - 1}, or a longer seq_len")
+    experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
+    if experts is None or chosen > experts:
+        return
+    if chosen == experts:
+        names = ("aux_loss", "balance_loss", "bias_update_speed")
+        why = f"every token goes to all {experts} experts, so their load is even"
+        yield from idle("model", model, names, why, f"experts_per_token <= {experts - 1}")
+    if chosen == 1 and model.normalise_top_k:
+        rule = "the one weight of a token divided by itself is 1: no gradient of the loss would reach the router"
+        yield Problem("model.normalise_top_k", True, rule, "normalise_top_k = false, or experts_per_token = 2")
+    if model.capacity_factor is not None and model.capacity_factor * chosen * seq_len > experts * (seq_len - 1):
+        why = f"each expert has room for all data.seq_len = {seq_len} tokens of a sequence, so none is dropped"
+        fix = f"capacity_factor <= {most_capacity(model, seq_len):g}"
+        yield from idle("model", model, ("capacity_factor",), why, fix)
+    if groups > 1 and model.router == "deepseek" and (model.router_group_limit or groups) == groups:
+        why = f"a token's experts may lie in all {groups} groups"
+        fewer = (groups - 1) * (experts // groups) >= chosen
+        fix = f"router_group_limit <= {groups - 1}" if fewer else "fewer experts_per_token"
+        yield from idle("model", model, ("router_groups",), why, fix)
+
+
 def _carved(layout: LayoutSection, model: ModelSection) -> Iterator[Problem]:
     """The expert axes: each of their ranks holds an expert, or rows of one. What they are carved from: `sizes.py`."""
     ep, etp, inner = layout.ep, layout.etp, layout.ep_inner
@@ -152,6 +180,12 @@ def routes(model: ModelSection, layer: int) -> bool:
 def updates_bias(model: ModelSection) -> bool:
     """Whether the router has a bias that each step's load moves."""
     return model.experts is not None and model.router == "deepseek" and is_set(model, "bias_update_speed")
+
+
+def most_capacity(model: ModelSection, seq_len: int) -> float:
+    """The largest capacity_factor, in thousandths, with which a sequence can have a token too many for an expert."""
+    assert model.experts is not None
+    return math.floor(1000 * model.experts * (seq_len - 1) / (model.experts_per_token * seq_len)) / 1000
 
 
 def balances(model: ModelSection) -> float:

@@ -2,14 +2,16 @@
 
 Up to `EXPERTS` experts are kept; of more remain as few as still have groups, more than one choice, and experts that a
 token does not meet, and as give every expert rank some, but not all of them as many; their inner width likewise over
-the ranks of `etp`. Dense first blocks follow where they stood (`blocks.py`), and some block keeps experts. The speed
-of the router's bias is raised, so that a step moves choices. Read next: `shrink.py`, which calls this.
+the ranks of `etp`. Dense first blocks follow where they stood (`blocks.py`), and some block keeps experts. A capacity
+still drops something; the speed of the router's bias is raised, so that a step moves choices. Read next: `shrink.py`,
+which calls this.
 """
 
 from __future__ import annotations
 
 from itertools import count
 
+from heptad.config.experts import most_capacity
 from heptad.config.schema import LayoutSection, ModelSection
 from heptad.config.sizes import holds_rows
 
@@ -19,12 +21,12 @@ SPEED = 0.05
 
 SIZES = (
     *LATENT, "experts", "experts_per_token", "shared_experts", "expert_width", "dense_layers", "router_groups",
-    "router_group_limit", "bias_update_speed", "mtp_depth",
+    "router_group_limit", "capacity_factor", "bias_update_speed", "mtp_depth",
 )  # fmt: skip
 
 
-def shrink_experts(model: ModelSection, layers: int, layout: LayoutSection) -> dict[str, object]:
-    """What changes in a resolved `model` that now has `layers` blocks."""
+def shrink_experts(model: ModelSection, layers: int, layout: LayoutSection, seq_len: int) -> dict[str, object]:
+    """What changes in a resolved `model` that now has `layers` blocks and reads `seq_len` tokens."""
     changes: dict[str, object] = {"mtp_depth": min(model.mtp_depth, 2)}
     if model.attention_kind == "mla":
         sizes = {name: min(value, most) for name, most in LATENT.items() if (value := getattr(model, name)) is not None}
@@ -42,7 +44,11 @@ def shrink_experts(model: ModelSection, layers: int, layout: LayoutSection) -> d
     changes["expert_width"] = min(model.expert_width, width)
     if model.bias_update_speed:
         changes["bias_update_speed"] = max(model.bias_update_speed, SPEED)
-    return changes | (_fewer(model, layout.ep) if model.experts > EXPERTS else {})
+    changes |= _fewer(model, layout.ep) if model.experts > EXPERTS else {}
+    if model.capacity_factor is not None:
+        most = most_capacity(model.model_copy(update=changes), seq_len)
+        changes["capacity_factor"] = min(model.capacity_factor, most)
+    return changes
 
 
 def _uneven(size: int, ranks: int) -> bool:

@@ -71,7 +71,7 @@ def shrink(job: Job, steps: int, full: bool = False, params: DtypeName = "fp64")
             layers = sum(stages)
         else:
             layers, recompute = shrink_blocks(job)
-        model = _model(job.model, layers, sizes, job.layout)
+        model = _model(job, layers, sizes)
         changed = [_change(job.model, model, name) for name in _SIZES]
         notes.append("model: " + ", ".join(change for change in changed if change))
     layout = _layout(job, model, precision)
@@ -175,9 +175,10 @@ def _heads(model: ModelSection, layout: LayoutSection) -> tuple[int, int]:
     return kv_heads * group, kv_heads
 
 
-def _model(model: ModelSection, layers: int, sizes: _Sizes, layout: LayoutSection) -> ModelSection:
+def _model(job: Job, layers: int, sizes: _Sizes) -> ModelSection:
+    model = job.model
     assert model.head_dim is not None, "the job is resolved"
-    heads, kv_heads = _heads(model, layout)
+    heads, kv_heads = _heads(model, job.layout)
     return model.model_copy(
         update={
             "preset": None,
@@ -192,7 +193,7 @@ def _model(model: ModelSection, layers: int, sizes: _Sizes, layout: LayoutSectio
             "init_std": max(model.init_std, INIT_STD),
             "window": model.window if (model.window or 0) < sizes.seq_len else sizes.seq_len // 2,
             "frozen": shrink_frozen(model, layers),
-            **experts.shrink_experts(model, layers, layout),
+            **experts.shrink_experts(model, layers, job.layout, min(job.data.seq_len, sizes.seq_len)),
         }
     )
 
