@@ -18,7 +18,7 @@ ALONGSIDE = {("dryrun", "verify")}  # one level: neither imports the other
 PLANNING = (
     "errors.py units.py trace.py config/*.py cluster/*.py mesh/layout.py precision/dtypes.py models/spec.py "
     "models/chunk.py models/resolve.py schedule/action.py schedule/lower.py schedule/check.py recompute/policy.py "
-    "recompute/cost.py recompute/expert_cost.py recompute/peak.py "
+    "recompute/cost.py recompute/expert_cost.py recompute/peak.py recompute/sizes.py "
     "axes/*/cost.py axes/data/buckets.py optim/schedule.py optim/roles.py account/*.py report/*.py loader/order.py "
     "schedule/pipeline.py axes/pipeline/formulas.py simulate/*.py cli/*.py"
 ).split()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,17 +19,18 @@ from heptad.axes.context.take import take
 from heptad.axes.expert import flow
 from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
+from heptad.launch.forked import forked
 from heptad.mesh import collectives
 from heptad.models.batch import Batch
 from heptad.models.resolve import resolve
-from heptad.models.router import routers
+from heptad.models.router import Router, routers
 from heptad.precision.dtypes import dtypes_of
-from heptad.recompute.cost import Sizes
-from heptad.recompute.expert_cost import Dispatched
 from heptad.recompute.peak import alive
 from heptad.recompute.policy import chosen
+from heptad.recompute.sizes import Dispatched, Sizes
 from heptad.schedule.action import Action, Kind
 from heptad.schedule.executor import _Step
+from heptad.units import BYTES_PER_ELEMENT
 from heptad.verify.meter import MemoryMeter
 
 SIZES = dict(layers=2, width=10, heads=4, kv_heads=2, head_dim=6, mlp_width=23, vocab=37, max_positions=7)
@@ -60,7 +63,7 @@ def memory_job(
             "layout": {"zero": 0, "bucket_mb": 0.0, **layout},
             "precision": {"params": params},
             "recompute": recompute or {},
-            "optimizer": {"name": "sgd", "schedule": "constant"},
+            "optimizer": {"name": "sgd", "schedule": "constant", "clip_norm": "none"},
             "data": {"seq_len": length},
             "train": {
                 "global_batch": batch * microbatches, "micro_batch": batch, "steps": 1, "loss_chunk": loss_chunk,
@@ -69,10 +72,10 @@ def memory_job(
     )  # fmt: skip
 
 
-def memory_batch(job: Job, documents: bool, data_rank: int = 0) -> Batch:
-    """All tokens are targets; with `documents` the last sequence holds two. Each data rank has its own."""
+def memory_batch(job: Job, documents: bool, number: int = 0) -> Batch:
+    """All tokens are targets; with `documents` the last sequence holds two. Each `number` has its own."""
     shape = (job.train.micro_batch, job.data.seq_len)
-    generator = torch.Generator().manual_seed(1 + data_rank)
+    generator = torch.Generator().manual_seed(1 + number)
     ids, labels = (torch.randint(job.model.vocab, shape, generator=generator) for _ in range(2))
     parts = torch.zeros(shape, dtype=torch.int64)
     if documents:
@@ -81,11 +84,16 @@ def memory_batch(job: Job, documents: bool, data_rank: int = 0) -> Batch:
     return Batch(ids, labels, positions, parts, torch.arange(ids.numel()).view(shape), 1)
 
 
-def inputs_of(parallel: Parallel, batch: Batch) -> list[Tensor]:
-    """What is alive before the step: parameters, gradients, the batch."""
-    buckets = [t for b in parallel.engine.buckets for t in (b.full, b.master, b.grad_full, b.grad_shard)]
-    found = [batch.ids, batch.labels, batch.positions, batch.documents, batch.index, batch.mask, batch.numbers]
-    return [*buckets, *(tensor for tensor in found if tensor is not None)]
+def inputs_of(parallel: Parallel, *batches: Batch) -> list[Tensor]:
+    """What is alive before the step: parameters, gradients, routers' biases, the batches."""
+    found = [t for b in parallel.engine.buckets for t in (b.full, b.master, b.grad_full, b.grad_shard)]
+    found += [router.bias for router in routers(parallel.model.module).values()]
+    for batch in batches:
+        found += [batch.ids, batch.labels, batch.positions, batch.documents, batch.index, batch.mask, batch.numbers]
+        found += [batch.real, batch.lengths]
+        for ids, further in batch.further:
+            found += [ids, further.labels, further.real, further.lengths]
+    return [tensor for tensor in found if tensor is not None]
 
 
 class Watch(MemoryMeter):
@@ -105,15 +113,17 @@ class Found:
     predicted: list[int]
 
 
-def predicted(parallel: Parallel, sizes: Sizes) -> list[int]:
+def predicted(parallel: Parallel, sizes: Sequence[Sizes]) -> list[int]:
     """Bytes alive after each compute action of a step, by `peak.alive`."""
     section = parallel.job.recompute
     kinds = [unit.kind for unit in parallel.model.unit_specs]
     selective = chosen(section.mode, section.layers, kinds) if section.mode == "selective" else ()
-    return [
-        num_bytes
-        for _, num_bytes in alive(sizes, parallel.program(microbatches_of(parallel.job)), parallel.recompute, selective)
-    ]
+    program, job = parallel.program(len(sizes)), parallel.job
+    versions = 0
+    if job.layout.schedule == "pipedream":
+        element = BYTES_PER_ELEMENT[dtypes_of(job.precision, "cpu").params]
+        versions = sum(bucket.spec.numel * element for bucket in parallel.engine.buckets if bucket.spec.trainable)
+    return [num_bytes for _, num_bytes in alive(sizes, program, parallel.recompute, selective, versions)]
 
 
 def step_bytes(rank: int, job: Job, documents: bool) -> Found:
@@ -126,11 +136,13 @@ def _step_bytes(rank: int, job: Job, documents: bool) -> Found:
     parallel = apply(job, rank, torch.device("cpu"))
     parallel.model.module.train()
     parallel.engine.begin_step()
-    coords = parallel.mesh.layout.coords(rank)
-    batch = take(memory_batch(job, documents, parallel.mesh.layout.data_rank(rank)), job.layout, coords["cp"])
-    spread = _dispatched(parallel, batch) if job.layout.ep * job.layout.etp > 1 else None
-    wanted = predicted(parallel, Sizes.of(job, documents, index=coords["tp"], dispatched=spread))
-    meter = Watch(inputs_of(parallel, batch))
+    coords, number = parallel.mesh.layout.coords(rank), microbatches_of(job)
+    first = parallel.mesh.layout.data_rank(rank) * number
+    whole = [memory_batch(job, documents, first + microbatch) for microbatch in range(number)]
+    batches = [take(batch, job.layout, coords["cp"], job.model.mtp_depth) for batch in whole]
+    routing = _routing(parallel, batches) if job.model.experts is not None else [{}] * number
+    wanted = predicted(parallel, [Sizes.of(job, documents, index=coords["tp"], routing=one) for one in routing])
+    meter = Watch(inputs_of(parallel, *batches))
     before, actions, seen, compute = meter.current_bytes(), [], [], _Step.compute
 
     def sampled(step: _Step, action: Action) -> None:
@@ -139,25 +151,57 @@ def _step_bytes(rank: int, job: Job, documents: bool) -> Found:
         seen.append(settled(meter, before, wanted[len(seen)]) if seen == wanted[: len(seen)] else -1)
 
     with mock.patch.object(_Step, "compute", sampled), meter:
-        parallel.executor.run(
-            parallel.program(microbatches_of(parallel.job)), [batch] * microbatches_of(job), update=lambda _: None
-        )
+        run(parallel, batches)
     return Found(actions, seen, wanted)
 
 
-def _dispatched(parallel: Parallel, batch: Batch) -> Dispatched:
-    """Where the tokens of the model's one mixture go: a step is run before. All ranks are one block."""
-    job = parallel.job
-    (router,) = routers(parallel.model.module).values()
-    router.choices = {}
-    number = microbatches_of(job)
-    parallel.executor.run(parallel.program(number), [batch] * number, update=lambda _: None)
+def run(parallel: Parallel, batches: Sequence[Batch]) -> None:
+    """One step without an optimizer: updates change nothing."""
+    program = parallel.program(len(batches))
+    parallel.executor.run(program, batches, update=lambda _: None, update_stage=lambda _: parallel.engine.refresh())
+
+
+def _routing(parallel: Parallel, batches: Sequence[Batch]) -> list[dict[int, Dispatched]]:
+    """Of each micro-batch, where the rows of every mixture go: a step is run before. All ranks of a stage are one
+    block of the mesh.
+    """
+    job, found = parallel.job, routers(parallel.model.module)
+    for router in found.values():
+        router.choices = {}
+    run(parallel, batches)
     parallel.engine.begin_step()
-    (own,), router.choices = router.choices.values(), None
-    every: list[Any] = [None] * parallel.mesh.layout.world
-    dist.all_gather_object(every, own.numpy())
+    own = {name: [item.numpy() for item in _in_order(router, batches)] for name, router in found.items()}
+    for router in found.values():
+        router.choices = None
+    every: list[Any] = [own]
+    if dist.is_initialized():
+        every = [None] * parallel.mesh.layout.world
+        dist.all_gather_object(every, own)
     sizes = flow.Sizes.of(job, dtypes_of(job.precision, "cpu"))
-    return flow.dispatched(sizes, flow.flow_of(sizes, every), parallel.mesh.rank)
+    first = parallel.mesh.rank // sizes.ranks * sizes.ranks
+    block = every[first : first + sizes.ranks]
+    return [
+        {
+            _mixture(name, job.model.layers): flow.dispatched(
+                sizes, flow.flow_of(sizes, [one[name][number] for one in block]), parallel.mesh.rank - first
+            )
+            for name, chosen in own.items()
+            if chosen
+        }
+        for number in range(len(batches))
+    ]
+
+
+def _in_order(router: Router, batches: Sequence[Batch]) -> list[Tensor]:
+    """What a router chose, by micro-batch; nothing on other stages."""
+    assert router.choices is not None
+    return [router.choices[id(batch.ids)] for batch in batches] if router.choices else []
+
+
+def _mixture(name: str, layers: int) -> int:
+    """Its number, from its router's name."""
+    number = int(name.split(".mlp")[0].removesuffix(".block").rsplit(".", 1)[1])
+    return number + layers if name.startswith("head.") else number
 
 
 def settled(meter: MemoryMeter, before: int, wanted: int) -> int:
@@ -171,6 +215,22 @@ def settled(meter: MemoryMeter, before: int, wanted: int) -> int:
 def many(rank: int, cases: list[tuple[Job, bool]]) -> list[Found]:
     """`step_bytes` of each (job, documents)."""
     return [step_bytes(rank, job, documents) for job, documents in cases]
+
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+"""Fields of the model; of `memory_job`."""
+
+
+def assert_predicted(ranks: int, cases: Mapping[str, Case], other: bool = False) -> None:
+    """Every rank's live bytes after every action of a step. Every second case has documents; `other`: the others."""
+    jobs = [memory_job(model, **job) for model, job in cases.values()]
+    for rank in forked(ranks, many, [(job, number % 2 != other) for number, job in enumerate(jobs)], timeout_s=900):
+        for name, one in zip(cases, rank, strict=True):
+            assert one.measured == one.predicted, (name, one.actions)
+
+
+BOTH = pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Documents in every second case, and in the others."""
 
 
 def saved_bytes(rank: int, job: Job, documents: bool, unit: int) -> int:

@@ -11,7 +11,7 @@ from tests.sweep import Combination, pairwise
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.recompute import cost
-from heptad.recompute.cost import Sizes
+from heptad.recompute.sizes import Sizes
 
 CONTEXT: dict[str, dict[str, Any]] = {
     "ring": dict(cp=2),

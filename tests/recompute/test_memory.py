@@ -12,9 +12,9 @@ from tests.sweep import Combination, every, pairwise
 from heptad.config.schema import Job, ModelSection
 from heptad.launch.forked import forked
 from heptad.recompute import cost
-from heptad.recompute.cost import Sizes
 from heptad.recompute.peak import alive, extra_forwards, forward_bytes
 from heptad.recompute.policy import segments
+from heptad.recompute.sizes import Sizes
 from heptad.schedule.action import Segments, UnitUse, gradient_accumulation
 
 MODES: dict[str, dict[str, Any]] = {
@@ -87,6 +87,19 @@ def test_saved_tensor_hooks_see_the_same_bytes(attention: str) -> None:
     for rank, found in enumerate(forked(2, saved_bytes, job, False, 2)):
         terms = cost.block(Sizes.of(job, False, index=rank)) | cost.shared(Sizes.of(job, False))
         assert found == sum(terms.values()) - cost.ANCHOR_BYTES
+
+
+@pytest.mark.slow
+def test_compiled_dropout_keeps_words_of_rows_and_columns_in_place_of_masks() -> None:
+    scores = dict(dropout=0.1, attention_dropout=0.1, qk_norm=True, layers=1)
+    cases = [
+        memory_job(dict(dropout=0.1, layers=1)), memory_job(scores, "bf16", dict(mode="selective")),
+    ]  # fmt: skip
+    compiled = [job.model_copy(update={"train": job.train.model_copy(update={"compile": True})}) for job in cases]
+    (found,) = forked(1, many, [(job, True) for job in compiled], timeout_s=900)
+    for one, job in zip(found, compiled, strict=True):
+        assert one.measured == one.predicted
+        assert cost.block(Sizes.of(job, True))["mlp dropout mask"] == 4 * (2 * 7 + 10)
 
 
 def test_a_second_micro_batch_keeps_nothing_of_the_first_but_its_loss() -> None:

@@ -12,7 +12,7 @@ a region keeps of what it read, n or with `keep_gathered` T·n.
 | query latent | (n + g)·r·e + n·s·w, where queries have one | its norm (input, statistics), weight gradient of `q_b` |
 | key value latent | n·(c + t)·e + g·c·e + n·s·w | its norm, with the shared key; weight gradient of `kv_b` |
 | q, k, v | N·h·(3·(p + t))·e; math: values as they are, with the keys they were split from | core attention |
-| attention output | N·h·(p + t + v)·e, math N·h·v·e | the fused kernel, padded; weight gradient of `out` |
+| attention output | N·h·(p + t + v)·e, of one head without v; math N·h·v·e | fused kernel, padded; weights of `out` |
 | router input | m·D·e; jitter: twice | weight gradient of the router; the noise |
 | shared input | of a whole stream cut for routing N·D·e; `keep_gathered`: T·n·D·e; jitter: n·D·e | as of an MLP |
 | scores | m·E·w | softmax or sigmoid |
@@ -29,127 +29,81 @@ too, to those of all ranks with parts of them, and I is ⌈I/ETP⌉; outputs are
 two levels it sends them for the rows Q that crossed to it, whose weights and order are kept here, not at their source:
 choices are N·K·8, N·nodes·8 and Q·K·8, gate weights Q·K·w and, normalised, N·(K + 1)·w.
 
-Read next: `cost.py`, `models/mla.py`, `models/router.py`, `models/moe.py`.
+A context rank holds N = B·⌈L/C⌉ tokens; those that fill a row up send no row. Its core keeps keys and values in one
+buffer, 3·(p + t) whatever the kernel, and where heads are dealt the output in their order besides (`cost.py`).
+
+Read next: `sizes.py`, `models/mla.py`, `models/router.py`, `models/moe.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from heptad.config.experts import balances
-from heptad.config.schema import ModelSection
+from heptad.recompute.sizes import Sizes
 
 CHOICE_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """One mixture of one micro-batch on a rank that does not hold all experts whole; from `axes/expert/flow.py`.
-
-    sent: M, by this rank (in two levels inside its node). came: R. parts: ETP. nodes, crossed: of two levels; Q.
-    """
-
-    sent: int
-    came: int
-    parts: int
-    nodes: int = 1
-    crossed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """N = batch · length tokens; rows: R; element, wide: bytes of an element and of a statistic; dispatched: where
-    experts lie on several ranks. tp: T; sequence, keep: the stream is cut, and what a region gathered is kept.
-    """
-
-    batch: int
-    length: int
-    rows: int
-    element: int
-    wide: int
-    dispatched: Dispatched | None = None
-    tp: int = 1
-    sequence: bool = False
-    keep: bool = False
-
-    @property
-    def number(self) -> int:
-        """N."""
-        return self.batch * self.length
-
-    @property
-    def routed(self) -> int:
-        """m."""
-        return -(-self.number // self.tp)
-
-    @property
-    def stream(self) -> int:
-        """n."""
-        return self.routed if self.sequence else self.number
-
-    @property
-    def entered(self) -> int:
-        """g."""
-        return self.stream * (self.tp if self.sequence and self.keep else 1)
-
-
-def latent_terms(section: ModelSection, tokens: Tokens, formed: bool) -> dict[str, int]:
-    """Between the attention's norm and the probabilities, and its output; formed: scores are formed."""
+def latent_terms(sizes: Sizes) -> dict[str, int]:
+    """Between the attention's norm and the probabilities, and its output."""
+    section, formed = sizes.section, sizes.formed
     nope, rope = section.qk_nope_head_dim or 0, section.qk_rope_head_dim or 0
     value, rank = section.v_head_dim or 0, section.kv_lora_rank or 0
-    number, stream, element, heads = tokens.number, tokens.stream, tokens.element, section.heads // tokens.tp
-    statistics = stream * tokens.wide * (2 if section.norm == "layer" else 1)
+    number, stream, entered = sizes.tokens, sizes.own_tokens, sizes.entered_tokens
+    element, heads = sizes.element_bytes, sizes.heads
+    statistics = sizes.norm_bytes(stream)
     queries = section.q_lora_rank or 0
     whole, own = nope + rope, nope + value  # of a head: a query; a key without position and a value, in one storage
-    gathered = 0 if queries or tokens.entered == stream else tokens.entered
-    output = value if formed or whole == value else whole + value
+    gathered = 0 if queries or entered == stream else entered
+    padded = whole > value and not formed
+    stays = padded and sizes.dealt == 1  # what the kernel keeps is this rank's; of several heads values are copied out
+    output = whole * stays + value * (heads > 1 or not stays)
     return {
         "latents input": (stream + gathered) * section.width * element,
-        "query latent": ((stream + tokens.entered) * queries * element + statistics) if queries else 0,
-        "key value latent": (stream * (rank + rope) + tokens.entered * rank) * element + statistics,
-        "q, k, v": number * heads * (2 * whole + (own if formed or whole == value else whole)) * element,
+        "query latent": ((stream + entered) * queries * element + statistics) if queries else 0,
+        "key value latent": (stream * (rank + rope) + entered * rank) * element + statistics,
+        "q, k, v": number * heads * (2 * whole + (whole if padded or sizes.cp > 1 else own)) * element,
         "attention output": number * heads * output * element,
     }
 
 
-def expert_terms(section: ModelSection, tokens: Tokens) -> dict[str, int]:
-    """Behind the MLP's norm."""
+def expert_terms(sizes: Sizes, mixture: int) -> dict[str, int]:
+    """Behind the MLP's norm; mixture: its number (`Sizes.routing`)."""
+    section = sizes.section
     assert section.experts is not None and section.expert_width is not None
-    number, element, wide = tokens.routed, tokens.element, tokens.wide
+    number, element, wide = sizes.routed_tokens, sizes.element_bytes, sizes.wide_bytes
     choices, inner = section.experts_per_token, section.expert_width
     parts = 2 if section.mlp == "gated" else 1
-    shared = -(-section.shared_experts * inner // tokens.tp)
+    shared = -(-section.shared_experts * inner // sizes.tp)
     balance = balances(section)
-    losses = (number * wide + CHOICE_BYTES) * tokens.batch * bool(balance or section.z_loss)
+    losses = (number * wide + CHOICE_BYTES) * sizes.batch * bool(balance or section.z_loss)
     if balance:
-        losses += tokens.batch * section.experts * wide + number * wide * (section.router == "deepseek")
+        losses += sizes.batch * section.experts * wide + number * wide * (section.router == "deepseek")
     if section.z_loss:
         losses += number * section.experts * wide + number * wide
-    whole = Dispatched(tokens.rows, tokens.rows, 1)
-    spread = whole if tokens.dispatched is None else tokens.dispatched
-    crosses = spread.nodes > 1
-    weighed = spread.crossed if crosses else number  # rows whose weights are kept here
-    inner, order = -(-inner // spread.parts), (number * choices + crosses * number * spread.nodes + weighed * choices)
+    rows = sizes.rows_of(mixture)
+    crosses = rows.nodes > 1
+    weighed = rows.crossed if crosses else number  # rows whose weights are kept here
+    inner, order = -(-inner // rows.parts), (number * choices + crosses * number * rows.nodes + weighed * choices)
     return {
         "router input": number * section.width * element * (2 if section.jitter else 1),
-        "shared input": _shared_input(section, tokens) * section.width * element,
+        "shared input": _shared_input(sizes) * section.width * element,
         "scores": number * section.experts * wide,
         "choices": order * CHOICE_BYTES,
         "gate weights": (weighed * choices + number * (choices + 1) * section.normalise_top_k) * wide,
         "router losses": losses,
-        "expert rows": spread.came * section.width * element,
-        "expert gate up": parts * spread.came * inner * element,
-        "expert outputs": spread.sent * section.width * element,
-        "order of rows": CHOICE_BYTES * spread.came * (tokens.dispatched is not None),
-        "shared gate up": parts * tokens.number * shared * element,
-        "shared down input": tokens.number * shared * element,
+        "expert rows": rows.came * section.width * element,
+        "expert gate up": parts * rows.came * inner * element,
+        "expert outputs": rows.sent * section.width * element,
+        "order of rows": CHOICE_BYTES * rows.came * sizes.spread,
+        "shared gate up": parts * sizes.tokens * shared * element,
+        "shared down input": sizes.tokens * shared * element,
     }
 
 
-def _shared_input(section: ModelSection, tokens: Tokens) -> int:
+def _shared_input(sizes: Sizes) -> int:
     """Tokens of the stream that shared experts keep beside what the router keeps."""
-    if not section.shared_experts:
+    if not sizes.section.shared_experts:
         return 0
-    if tokens.entered > tokens.routed:  # of a whole stream all, or what was gathered
-        return tokens.entered
-    return tokens.stream if section.jitter else 0
+    if sizes.entered_tokens > sizes.routed_tokens:  # of a whole stream all, or what was gathered
+        return sizes.entered_tokens
+    return sizes.own_tokens if sizes.section.jitter else 0

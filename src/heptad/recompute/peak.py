@@ -1,8 +1,13 @@
-"""Bytes of activations alive after each compute action of a micro-batch, with and without recompute. Pure, no torch.
+"""Bytes of activations alive after each compute action of a rank's program, with and without recompute. Pure, no torch.
 
-`alive` walks the compute actions of a program as the executor runs them, with the bytes of `cost.py`: F of a unit adds
-what its graph keeps (of a recomputed segment only the first one's input), C makes the graphs of a segment, B frees a
-unit's and leaves the gradient of its input. Its maximum is the peak between actions.
+`alive` walks a program as the executor runs it, with the bytes of `cost.py`: F of a unit adds what its graph keeps (of
+a recomputed segment only the first one's input), C makes the graphs of a segment, B frees a unit's and leaves the
+gradient of its input. Between the stages of a pipeline an output is alive until its send has been waited for, an input
+or a gradient from the start of its receive. Weights that an asynchronous schedule keeps for backwards to come are there
+too (`schedule/versions.py`). The maximum is the peak between actions.
+
+Tables that blocks share (rotary, the mask as a bias) are made by the first block of a micro-batch, and again when it
+comes back after another one's; each is alive as long as a graph refers to it, the newest until the next is made.
 
 Of a model of L equal blocks that keep A bytes each and have an input of a bytes, segments of j blocks hold
 L/j · a + j · A at once: least where j = √(L·a/A), and near √L where a block keeps about its input (Chen et al.,
@@ -12,23 +17,48 @@ same for any j: each recomputed block runs forward once more. Read next: `cost.p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
+from heptad.errors import ConfigError
 from heptad.recompute import cost
-from heptad.recompute.cost import Sizes
-from heptad.schedule.action import COMPUTE, Action, Kind, Segments
+from heptad.recompute.policy import Mode
+from heptad.recompute.sizes import Sizes
+from heptad.recompute.split_cost import block_after, embed_after, head_after
+from heptad.schedule.action import COMPUTE, WAIT_OF_TRANSPORT, Action, Kind, Segments
+
+Key = tuple[int, int]
+"""Unit and micro-batch."""
+_References = tuple[int | None, int | None]
+"""Numbers of a rotary table and a mask."""
 
 
 def alive(
-    sizes: Sizes, program: Iterable[Action], segments: Segments = (), selective: Collection[int] = ()
+    sizes: Sizes | Sequence[Sizes],
+    program: Iterable[Action],
+    segments: Segments = (),
+    selective: Collection[int] = (),
+    version_bytes: int = 0,
 ) -> list[tuple[Action, int]]:
     """(action, bytes alive after it) of each compute action of a decoder on one rank.
 
-    segments: units recomputed as `policy.segments` gives them; selective: units in mode "selective". `sizes` are those
-    of every micro-batch. The last unit's output is counted until the end, the shared tables from the first block on.
+    segments: units recomputed as `policy.segments` gives them; selective: units in mode "selective". `sizes`: of every
+    micro-batch, or those of each. The last unit's output is counted until the end. version_bytes: of the stage's
+    trained weights, of which an asynchronous schedule keeps older versions. Raises ConfigError for pairs in turns.
     """
-    walk = _Walk(sizes, segments, frozenset(selective))
-    return [(action, walk.after(action)) for action in program if action.kind in COMPUTE]
+    program, found = tuple(program), []
+    if any(action.kind is Kind.PAIRED for action in program):
+        rule = "bytes of activations are not known inside a pair of two micro-batches that run in turns"
+        raise ConfigError.of("layout.schedule", "pairs", rule, "a schedule without pairs, or ep = 1")
+    split = any(action.kind is Kind.INPUT_GRAD for action in program)
+    if split:
+        sizes = replace(sizes, split=True) if isinstance(sizes, Sizes) else [replace(one, split=True) for one in sizes]
+    walk = _Walk(sizes, segments, frozenset(selective), version_bytes)
+    for action in program:
+        walk.run(action)
+        if action.kind in COMPUTE:
+            found.append((action, walk.now()))
+    return found
 
 
 def forward_bytes(sizes: Sizes, segments: Segments = (), selective: Collection[int] = ()) -> int:
@@ -42,27 +72,66 @@ def extra_forwards(segments: Segments) -> int:
     return sum(map(len, segments))
 
 
+class _Tables:
+    """One kind of table that blocks share: every one that was made, as what it is of and its bytes; the last is held
+    for the next block.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int | None, int]] = []
+
+    def of(self, what: int | None, num_bytes: int) -> int:
+        """The number of the one that a block reads: the last, or a new one."""
+        if not self.made or self.made[-1][0] != what:
+            self.made.append((what, num_bytes))
+        return len(self.made) - 1
+
+    def alive(self, referred: set[int]) -> int:
+        """Bytes of the last and of those that graphs refer to."""
+        return sum(self.made[number][1] for number in referred | set(range(len(self.made))[-1:]))
+
+
 class _Walk:
-    """What is alive, by (unit, micro-batch): of a graph; a boundary (a unit's output); the gradient of an input."""
+    """What is alive: of a graph (and which tables it refers to); boundaries (a unit's output); gradients of outputs;
+    messages under way.
+    """
 
-    def __init__(self, sizes: Sizes, segments: Segments, selective: frozenset[int]) -> None:
-        self.sizes, self.last = sizes, sizes.section.layers + 1
+    def __init__(
+        self,
+        sizes: Sizes | Sequence[Sizes],
+        segments: Segments,
+        selective: frozenset[int],
+        version_bytes: int,
+    ) -> None:
+        self.sizes, self.selective, self.version_bytes = sizes, selective, version_bytes
         self.segment = {unit: segment for segment in segments for unit in segment}
-        self.kept = [self._unit(unit, unit in selective) for unit in range(self.last + 1)]
-        self.graphs: dict[tuple[int, int], int] = {}
-        self.boundaries: set[tuple[int, int]] = set()
-        self.grads: set[tuple[int, int]] = set()
-        self.shared = self.outputs = 0
+        self.graphs: dict[Key, tuple[int, _References]] = {}
+        self.boundaries: set[Key] = set()
+        self.grads: set[Key] = set()
+        self.under_way: set[tuple[Kind, Key]] = set()
+        self.rotary, self.masks = _Tables(), _Tables()
+        self.outputs = self.updates = 0
+        self.versions: dict[int, int] = {}  # micro-batch -> updates before the weights that are kept for it
 
-    def _unit(self, unit: int, selective: bool) -> int:
+    def of(self, microbatch: int) -> Sizes:
+        """Its sizes."""
+        return self.sizes if isinstance(self.sizes, Sizes) else self.sizes[microbatch]
+
+    def kept(self, key: Key, spent: bool = False) -> int:
+        """What a unit keeps: its graph, or once I has spent that, what W reads."""
+        unit, sizes = key[0], self.of(key[1])
+        mode: Mode = "selective" if unit in self.selective else "none"
         if unit == 0:
-            return sum(cost.embed(self.sizes).values())
-        if unit == self.last:
-            return sum(cost.head(self.sizes).values()) - self.sizes.wide_bytes  # the loss outlives its graph
-        return sum(cost.block(self.sizes, "selective" if selective else "none", unit - 1).values())
+            terms = embed_after(sizes) if spent else cost.embed(sizes)
+        elif unit == sizes.section.layers + 1:
+            terms = head_after(sizes) if spent else cost.head(sizes)
+            del terms["loss"]  # it outlives the graph
+        else:
+            terms = block_after(sizes, mode, unit - 1) if spent else cost.block(sizes, mode, unit - 1)
+        return sum(terms.values())
 
-    def after(self, action: Action) -> int:
-        """Run one compute action; bytes alive then."""
+    def run(self, action: Action) -> None:
+        """One action; those of buckets keep parameters and gradients, not activations."""
         unit, key = action.index, (action.index, action.microbatch)
         below = unit - 1, action.microbatch
         match action.kind:
@@ -70,27 +139,66 @@ class _Walk:
                 self._forward(key, below)
             case Kind.RECOMPUTE:
                 self.boundaries.discard(below)
-                self.graphs[key] = self.kept[unit]
+                self.graphs[key] = self.kept(key), self._tables(key)
                 if unit != self.segment[unit][-1]:
                     self.boundaries.add(key)
-            case Kind.BACKWARD | Kind.WEIGHT_GRAD:
-                del self.graphs[key]
+            case Kind.BACKWARD | Kind.INPUT_GRAD:
                 self.grads.discard(key)
                 if unit > 0:
                     self.grads.add(below)
-        streams = len(self.boundaries) + len(self.grads)
-        return sum(self.graphs.values()) + streams * self.sizes.stream_bytes + self.shared + self.outputs
+                if action.kind is Kind.BACKWARD:
+                    del self.graphs[key]
+                else:
+                    self.graphs[key] = self.kept(key, spent=True), (None, None)
+            case Kind.WEIGHT_GRAD:
+                del self.graphs[key]
+            case Kind.SEND:
+                self.boundaries.remove(key)
+            case Kind.SEND_GRAD:
+                self.grads.remove(below)
+            case Kind.WAIT_RECEIVE:
+                self.boundaries.add(below)
+            case Kind.WAIT_RECEIVE_GRAD:
+                self.grads.add(key)
+            case Kind.KEEP:
+                self.versions[action.microbatch] = self.updates
+            case Kind.NEWEST:
+                del self.versions[action.microbatch]
+            case Kind.UPDATE_STAGE:
+                self.updates += 1
+        if action.kind in WAIT_OF_TRANSPORT:
+            self.under_way.add((WAIT_OF_TRANSPORT[action.kind], key))
+        self.under_way.discard((action.kind, key))
 
-    def _forward(self, key: tuple[int, int], below: tuple[int, int]) -> None:
-        unit = key[0]
+    def _forward(self, key: Key, below: Key) -> None:
+        unit, sizes = key[0], self.of(key[1])
         again = unit in self.segment
         if not (again and unit == self.segment[unit][0]):
             self.boundaries.discard(below)
+        table = self._tables(key)
         if not again:
-            self.graphs[key] = self.kept[unit]
-        if unit == self.last:
-            self.outputs += self.sizes.wide_bytes
+            self.graphs[key] = self.kept(key), table
+        if unit == sizes.section.layers + 1:
+            self.outputs += sizes.wide_bytes
         else:
             self.boundaries.add(key)
-        if unit == 1:
-            self.shared = sum(cost.shared(self.sizes).values())
+
+    def _tables(self, key: Key) -> _References:
+        """The shared tables that a unit reads: those its graph refers to."""
+        sizes, microbatch = self.of(key[1]), key[1]
+        layers = sizes.section.layers
+        if key[0] == 0 or (key[0] > layers and not sizes.section.mtp_depth):
+            return None, None
+        terms = cost.shared(sizes)
+        rotary, bias, mask = (terms.get(name, 0) for name in ("rotary table", "attention bias", "attention mask"))
+        seen = self.masks.of(microbatch if sizes.documents else None, bias or mask) if bias or mask else None
+        return self.rotary.of(microbatch, rotary) if rotary else None, seen if bias else None
+
+    def now(self) -> int:
+        """Bytes alive."""
+        total, graphs = self.outputs + len(set(self.versions.values())) * self.version_bytes, self.graphs.values()
+        for microbatch in (key[1] for key in (*self.boundaries, *self.grads, *(key for _, key in self.under_way))):
+            total += self.of(microbatch).stream_bytes
+        for place, tables in enumerate((self.rotary, self.masks)):
+            total += tables.alive({number for _, held in graphs if (number := held[place]) is not None})
+        return total + sum(num_bytes for num_bytes, _ in graphs)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from heptad.config.schema import Job
 from heptad.mesh.layout import BLOCK, Layout
 from heptad.precision.dtypes import Dtypes
-from heptad.recompute.expert_cost import Dispatched
+from heptad.recompute.sizes import Dispatched
 from heptad.units import BYTES_PER_ELEMENT
 
 Chosen = npt.NDArray[np.int64]
