@@ -1,10 +1,12 @@
-"""The bias of a router's choice: moved by the load of the whole step, on every rank alike, saved with the weights."""
+"""The load of the whole step, what is shown of it, the bias that it moves: on every rank alike, whatever the layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.tiny import tiny_batches, tiny_job
 from torch import Tensor
@@ -16,8 +18,11 @@ from heptad.launch.forked import forked
 from heptad.loader.loader import Loader
 from heptad.loader.synthetic import synthetic
 from heptad.mesh.collectives import barrier
+from heptad.mesh.layout import Layout
+from heptad.models.batch import IGNORED
 from heptad.models.build import build
-from heptad.train.balance import moved
+from heptad.models.router import routers
+from heptad.train.balance import figures, moved
 from heptad.train.state import restore
 from heptad.train.step import Trainer
 
@@ -56,7 +61,7 @@ def loads_of(job: Job) -> list[Tensor]:
     batches = tiny_batches(job, 0, 1, 1)
     for batch in batches:
         model.loss(batch)
-    return [torch.stack([*router.loads.values()]).sum(0) for router in routers]  # type: ignore[union-attr, operator]
+    return [torch.stack([*router.loads.values()]).sum(0)[:-1] for router in routers]  # type: ignore[union-attr, operator]
 
 
 def test_each_layout_moves_them_by_the_global_load() -> None:
@@ -78,6 +83,64 @@ def test_each_layout_moves_them_by_the_global_load() -> None:
         assert forked(2, biases, tiny_job(MODEL, **layout), 1, 3) == [three] * 2
     piped = forked(2, biases, tiny_job(MODEL, pp=2, zero=1), 1, 3)
     assert piped[0] | piped[1] == three and not piped[0].keys() & piped[1].keys()
+
+
+SOFTMAX: dict[str, Any] = dict(experts=6, experts_per_token=2, expert_width=5, dense_layers=1, capacity_factor=0.8)
+SHOWN: dict[str, dict[str, Any]] = {
+    "one": {},
+    "data": dict(dp_shard=2),
+    "hsdp": dict(dp_replicate=2, dp_shard=2, zero=1),
+    "fsdp2": dict(dp_shard=2, engine="fsdp2"),
+    "expert ranks": dict(dp_shard=4, ep=2, etp=2, zero=1),
+    "tensor": dict(tp=2),
+    "a cut stream": dict(tp=2, sequence_parallel=True),
+    "context": dict(cp=3),
+    "a pipeline": dict(pp=2, zero=1),
+    "recomputed": dict(recompute="full"),
+}
+
+
+def shown(rank: int, job: Job) -> list[tuple[float | None, float | None, list[list[int]]]]:
+    """Of two steps, the second one without any target."""
+    trainer = Trainer(job, rank, torch.device("cpu"))
+    place, ranks = trainer.mesh.layout.data_rank(rank), trainer.mesh.layout.data_ranks
+    found = []
+    for step in (1, 2):
+        batches = tiny_batches(job, place, ranks, 1)
+        if step == 2:
+            batches = [replace(batch, labels=torch.full_like(batch.labels, IGNORED)) for batch in batches]
+        result = trainer.step(step, batches)
+        assert result.skipped == (step == 2)
+        found.append((result.expert_load_max, result.dropped_share, trainer.balance.counts.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_shown_of_experts_is_of_the_whole_batch(name: str) -> None:
+    """Of the first step, before an update; a step without one shows its load too."""
+    job = tiny_job(SOFTMAX, **SHOWN[name])
+    model = build(tiny_job(SOFTMAX))
+    model.materialise(job.train.seed, torch.device("cpu"), torch.float64)
+    every = routers(model.module)
+    for router in every.values():
+        router.loads, router.choices = {}, {}
+    for batch in tiny_batches(job, 0, 1, 1):
+        model.loss(batch)
+    counts = [torch.stack([*router.loads.values()]).sum(0).tolist() for router in every.values()]  # type: ignore[union-attr]
+    kept = [sum(int((one >= 0).sum()) for one in router.choices.values()) for router in every.values()]  # type: ignore[union-attr]
+    assert [sum(one[:-1]) for one in counts] == [8 * 11 * 2] * 2
+    assert [sum(one[:-1]) - one[-1] for one in counts] == kept and sum(kept) < 8 * 11 * 4
+    for first, second in forked(Layout.of(job.layout).world, shown, job):
+        busiest = max(max(one[:-1]) for one in counts) * 6 / (8 * 11 * 2)
+        assert first == (pytest.approx(busiest), pytest.approx(1 - sum(kept) / (8 * 11 * 4)), counts)
+        assert second[0] is not None and second[0] > 1 and second[1] is not None
+
+
+def test_without_a_capacity_nothing_is_dropped_and_without_experts_nothing_is_shown() -> None:
+    (((busiest, dropped, counts), _),) = forked(1, shown, tiny_job({**SOFTMAX, "capacity_factor": None}))
+    assert busiest is not None and dropped is None and [one[-1] for one in counts] == [0, 0]
+    assert figures(torch.zeros(2, 7, dtype=torch.int64)) == (None, None)
+    assert figures(torch.tensor([[1, 1, 4, 3], [2, 2, 2, 0]])) == (2.0, 0.25)
 
 
 def without_targets(rank: int, job: Job) -> tuple[bool, dict[str, list[float]]]:

@@ -17,6 +17,11 @@ def test_c_121_norm_before_clipping_and_factor_are_shown() -> None:
     line = describe(7, 200, FIGURES, 75.0)
     assert line == "step   7/200  loss 3.250  12,346 tokens/s  grad norm 5 (clipped ×0.2)  lr 3.00e-04  1 min 15 s left"
     assert "clipped" not in describe(7, 200, FIGURES | {"clip_factor": 1.0}, None)
+    experts = {"expert_load_max": 1.7314, "dropped_share": None}
+    assert "  busiest expert ×1.73  lr" in describe(7, 200, FIGURES | experts, None)
+    assert "  busiest expert ×1.73, 2.5% dropped  lr" in describe(
+        7, 200, FIGURES | experts | {"dropped_share": 0.025}, None
+    )
     assert "SKIPPED" in describe(7, 200, {"loss": None, "skipped": True}, None)
 
 

@@ -16,7 +16,7 @@ are equal, phase by phase:
 | shared | gradients that are a part only on each tensor rank | norms, shared kv heads |
 | shared | gradients of what several stages hold | tied tables; DualPipe: all |
 | norm | sum of squares over the ranks between which parameters are cut, then over the pipeline | 8 (one fp64) |
-| router | tokens of each expert of each block whose router has a bias, after the update | 8·E a block |
+| router | tokens of each expert and dropped choices, of each block with experts | 8·(E + 1) a block |
 | update | Muon assembles matrices that are cut: `optim/cost.py` | padded matrices |
 
 A step that is skipped sends no "update" (and a non-finite one an extra "check"): neither is predicted. An asynchronous
@@ -40,7 +40,6 @@ from heptad.axes.expert.flow import Sizes as ExpertSizes
 from heptad.axes.pipeline import cost as pipeline
 from heptad.axes.program import microbatches_of, stages_of
 from heptad.axes.tensor import cost as tensor
-from heptad.config.experts import updates_bias
 from heptad.config.schema import Job
 from heptad.mesh.layout import Layout
 from heptad.models.chunk import chunk_tokens
@@ -86,7 +85,7 @@ def step_traffic(
     stages = stages_of(job, units)
     held = _Held.of(job, units, specs, stages, place, device_type)
     updates = stages.schedule.num_microbatches if stages is not None and stages.schedule.asynchronous else 1
-    found = once_a_step(job, updates) + held.norm(updates) + _loads(job)
+    found = once_a_step(job, updates) + held.norm(updates) + _loads(job, specs)
     runs = (microbatches,) * len(units) if stages is None else pipeline.unit_runs(stages, place)
     stream = _stream(job, dtypes)
     found += tensor.traffic(units, specs, stream, runs, recompute)
@@ -120,7 +119,7 @@ def _fsdp2(
 ) -> list[Transfer]:
     """Under `engine = "fsdp2"`, which knows one family of parameters."""
     axis, num_shards = ranks.shards
-    found = once_a_step(job) + (norm_traffic(axis, num_shards) if num_shards > 1 else []) + _loads(job)
+    found = once_a_step(job) + (norm_traffic(axis, num_shards) if num_shards > 1 else []) + _loads(job, specs)
     sizes = BYTES_PER_ELEMENT[dtypes.params], BYTES_PER_ELEMENT[dtypes.reduce]
     found += cost.fsdp2_traffic(units, specs, ranks.shards, ranks.replicas, microbatches_of(job), *sizes, recompute)
     moved = [spec for spec in specs if spec.trainable and kind_of(job.optimizer, spec) == "muon"]
@@ -245,12 +244,10 @@ def _to_experts(
     return expert.expected_traffic(units, specs, sizes, tokens, runs, recompute)
 
 
-def _loads(job: Job) -> list[Transfer]:
+def _loads(job: Job, specs: Sequence[ParamSpec]) -> list[Transfer]:
     """The all-reduce of the experts' loads, over all ranks."""
     axis, num_ranks = cost.axis_sizes(Layout.of(job.layout), LOSS_AXES)
-    model = job.model
-    if num_ranks == 1 or not updates_bias(model) or model.class_ is not None:
+    size = sum(COUNT_BYTES * (spec.shape[0] + 1) for spec in specs if spec.name.endswith(expert.GATE))
+    if num_ranks == 1 or not size:
         return []
-    assert model.experts is not None
-    size = COUNT_BYTES * model.experts * (model.layers - model.dense_layers + model.mtp_depth)
     return [Transfer("all_reduce", axis, "router", sent_bytes("all_reduce", size, num_ranks))]

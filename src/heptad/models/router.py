@@ -98,7 +98,8 @@ class Router(nn.Module):
 
     bias: [E] in at least fp32, of the choice ("deepseek" with an update speed); state, not a parameter (`place`).
     num_sequences: of the global batch that is one update; None: those of the batch at hand.
-    loads: where set and in training, micro-batch -> how many own tokens chose each expert [E], dropped ones too.
+    loads: where set and in training, micro-batch -> int64 [E + 1]: how many own tokens chose each expert, whether kept
+    or not, and how many of these choices are not.
     choices: likewise, the experts of each token [N, K] int64, -1 where a choice is not kept. added: likewise, this
     rank's part of both losses, with their coefficients [2]. Running a forward again (recompute) writes the same again.
     rows: what it knows of whole sequences (a seam).
@@ -149,7 +150,13 @@ class Router(nn.Module):
                 self.added[id(batch.ids)] = losses.detach()
             weights = _Attached.apply(weights, losses)
         with torch.no_grad():
-            kept = self._kept(chosen, own, batch)
+            real = None if own.real is None else own.real.unsqueeze(-1)
+            kept = self._kept(chosen, real, batch)
+            if self.loads is not None and self.training:
+                picked = hits(chosen, self.gate.weight.shape[0])  # [N, E]
+                load = (picked if real is None else picked & real).sum(0)
+                dropped = load.sum() - kept.sum() if kept is not None else load.new_zeros(())
+                self.loads[id(batch.ids)] = torch.cat([load, dropped.view(1)])
             if self.choices is not None and self.training:
                 self.choices[id(batch.ids)] = chosen if kept is None else chosen.masked_fill(~kept, -1)
         return Routing(weights, chosen, kept)
@@ -182,12 +189,9 @@ class Router(nn.Module):
             squares = self.z_loss * (member @ logits.logsumexp(-1).square() / number).sum()
         return torch.stack([balance, squares]) / (own.rows if self.num_sequences is None else self.num_sequences)
 
-    def _kept(self, chosen: Tensor, own: Own, batch: Batch) -> Tensor | None:
-        """chosen [N, K] -> bool [N, K], None: all are; and the load written down."""
-        experts, real = self.gate.weight.shape[0], None if own.real is None else own.real.unsqueeze(-1)
-        if self.loads is not None and self.training:
-            picked = hits(chosen, experts)  # [N, E]
-            self.loads[id(batch.ids)] = (picked if real is None else picked & real).sum(0)
+    def _kept(self, chosen: Tensor, real: Tensor | None, batch: Batch) -> Tensor | None:
+        """chosen [N, K], real [N, 1] -> bool [N, K]; None: all are."""
+        experts = self.gate.weight.shape[0]
         if self.capacity_factor is None:
             return None if real is None else real.expand_as(chosen)
         places = self.rows.whole(chosen if real is None else chosen.masked_fill(~real, -1), batch)  # [B, L, K]

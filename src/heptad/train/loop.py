@@ -199,6 +199,8 @@ class _Loop:
             "loss": result.loss,
             "balance_loss": result.balance_loss,
             "z_loss": result.z_loss,
+            "expert_load_max": result.expert_load_max,
+            "dropped_share": result.dropped_share,
             "grad_norm_pre_clip": result.grad_norm,
             "clip_factor": result.clip_factor,
             "lr": result.lr,

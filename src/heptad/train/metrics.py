@@ -8,6 +8,9 @@ ranks cannot wait for each other over a name. The names are `METRICS`; another o
     grad_norm_pre_clip    norm of the whole gradient before clipping: may exceed the limit
     balance_loss, z_loss  what the routers of all blocks add to the loss, with their coefficients, beside "loss": a mean
                           over the sequences of the global batch (aux_loss or balance_loss of the job; z_loss)
+    expert_load_max       tokens that chose the busiest expert over the mean, of the block where that is most, in the
+                          whole global batch: 1 is even; dropped choices are counted
+    dropped_share         of all choices of experts those dropped for capacity_factor, in all blocks
     clip_factor           what the gradient was multiplied by
     tokens_per_s          tokens of the steps since the last line over the time inside those steps (reading a batch is
                           inside, validation and checkpoints are not)
@@ -37,6 +40,8 @@ METRICS = (
     "loss",
     "balance_loss",
     "z_loss",
+    "expert_load_max",
+    "dropped_share",
     "val_loss",
     "grad_norm_pre_clip",
     "clip_factor",

@@ -74,7 +74,8 @@ class Display:
 def describe(
     step: int, total_steps: int, figures: Mapping[str, float | int | bool | None], seconds_left: float | None
 ) -> str:
-    """One line: step, loss, tokens/s, gradient norm before clipping and its factor, learning rate, time left."""
+    """One line: step, loss, tokens/s, gradient norm before clipping and its factor, the busiest expert's load, dropped
+    choices, learning rate, time left."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     loss, norm, factor, rate, lr = (
@@ -87,6 +88,9 @@ def describe(
     if norm is not None:
         clipped = f" (clipped ×{factor:.2g})" if factor is not None and factor < 1 else ""
         parts.append(f"grad norm {norm:.3g}{clipped}")
+    busiest, dropped = figures.get("expert_load_max"), figures.get("dropped_share")
+    if busiest is not None:
+        parts.append(f"busiest expert ×{busiest:.2f}" + (f", {dropped:.1%} dropped" if dropped is not None else ""))
     if figures.get("skipped"):
         parts.append("SKIPPED: no update")
     if lr is not None:

@@ -6,8 +6,9 @@ ranks under the backward; then, in U: the gradient norm of the whole model, one 
 not), clipping, the optimizer. Tensor ranks read the same tokens and have the same loss: the first of them counts, the
 others add exact zeros to the same sums; so do the ranks of a pipeline that hold no last stage. Context ranks take their
 own tokens of the batches they all read, before anything else, and each counts its own targets; a token counts once
-(C-123). Biases of routers move last (`balance.py`). An asynchronous pipeline updates inside the step (`stale.py`); U
-then only reports. Read next: `schedule/executor.py`, `axes/context/take.py`, `optim/build.py`, `loop.py`.
+(C-123). Biases of routers move last, by the load of the whole batch (`balance.py`). An asynchronous pipeline updates
+inside the step (`stale.py`); U then only reports. Read next: `schedule/executor.py`, `axes/context/take.py`,
+`optim/build.py`, `loop.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from heptad.axes.context.take import take, whole
 from heptad.axes.data.stages import LOSS_AXES
 from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
-from heptad.mesh.collectives import Group, Work, all_reduce, broadcast
+from heptad.mesh.collectives import all_reduce, broadcast
 from heptad.mesh.host import host_value
 from heptad.mesh.ledger import LibraryLedger
 from heptad.mesh.piece import Piece
@@ -37,6 +38,7 @@ from heptad.optim.norm import clip_, total_norm
 from heptad.optim.schedule import lr_at
 from heptad.trace import Event
 from heptad.train.balance import Balance
+from heptad.train.loss import LossSum
 from heptad.train.stale import StageUpdates
 
 
@@ -53,7 +55,9 @@ class StepResult:
     gradients were scaled by. skipped: no update was made: no target, or not finite (`bad_rank`: the first rank whose
     own loss was not; of tensor ranks, which share a loss, the first). num_tokens counts each position of the global
     batch once, num_targets those with a label. stop: some rank asked. balance_loss, z_loss: what the routers of all
-    blocks add, with their coefficients, a mean over the global batch's sequences; None: nothing.
+    blocks add, with their coefficients, a mean over the global batch's sequences; None: nothing. expert_load_max: the
+    global batch's tokens at the busiest expert over the mean, of the block where that is largest; dropped_share: of all
+    choices those beyond the capacity, None without one.
     """
 
     step: int
@@ -68,46 +72,8 @@ class StepResult:
     stop: bool
     balance_loss: float | None = None
     z_loss: float | None = None
-
-
-class LossSum:
-    """Sum of the step's losses and of the wishes to stop over all ranks, hidden under the backward where it can be.
-
-    counts: whether this rank's loss is part of the sum; its wish to stop always is, and what its routers add (`added`:
-    [2] fp64; None: they add nothing).
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        stop: bool,
-        device: torch.device,
-        counts: bool = True,
-        added: Callable[[torch.device], Tensor] | None = None,
-    ) -> None:
-        self.group, self.stop, self.device, self.counts, self.added = group, stop, device, counts, added
-        self._work: Work | None = None
-
-    def start(self, losses: list[Tensor]) -> None:
-        """After the last forward; a second call changes nothing."""
-        if self._work is None:
-            zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            self.local = torch.stack(losses).double().sum() if losses else zero  # none but on a last stage
-            counted = self.local if self.counts else torch.zeros_like(self.local)
-            self._figures = torch.stack([counted, torch.full_like(self.local, float(self.stop))])
-            if self.added is not None:
-                self._figures = torch.cat([self._figures, self.added(self.device)])
-            self._work = all_reduce(self._figures, self.group, "loss")
-
-    def wait(self) -> tuple[float, bool]:
-        """(sum of the losses, whether some rank asked to stop), equal on all ranks."""
-        assert self._work is not None
-        self._work.wait()
-        return host_value(self._figures[0], expected=0.0), host_value(self._figures[1], expected=0.0) > 0
-
-    def of_routers(self) -> tuple[float, ...]:
-        """After `wait`: the sums of both losses of the routers; nothing where they add none."""
-        return tuple(host_value(figure, expected=0.0) for figure in self._figures[2:])
+    expert_load_max: float | None = None
+    dropped_share: float | None = None
 
 
 class Trainer:
@@ -125,7 +91,7 @@ class Trainer:
         self.pipeline = self.mesh.group("pp")
         stages, model = self.parallel.stages, self.parallel.model
         held = frozenset(range(len(model.units)) if stages is None else stages.held(coords["pp"]))
-        self.balance = Balance(model, held, self.loss_group)
+        self.balance = Balance(model, held, self.loss_group, device)
         self.optimizer = build_optimizer(job.optimizer, self.engine.shards, job.train.steps)
         self.program = self.parallel.program(microbatches_of(job))
         self.result: StepResult | None = None
@@ -157,23 +123,28 @@ class Trainer:
         adds = bool(self.balance.adding)
         loss = LossSum(self.loss_group, stop, self.device, self.counts, self.balance.added if adds else None)
 
-        def update(losses: list[Tensor]) -> None:
+        def sums(losses: list[Tensor]) -> None:
             loss.start(losses)
+            self.balance.start()
+
+        def update(losses: list[Tensor]) -> None:
+            sums(losses)
             self.result = self._update(step, loss, num_targets())
 
         def scale(microbatch: int) -> float:
             return 1.0 / max(num_targets(), 1) if stale is None else stale.scale(microbatch)
 
         with self._library_ledger() if count_library else nullcontext():
-            twice = count_library and self.engine.library_communicates  # its ledger would count the loss once more
-            later = adds and self.parallel.stages is not None  # other units' forwards may follow the last one's
-            early = None if twice or later else loss.start
+            twice = count_library and self.engine.library_communicates  # its ledger would count the sums once more
+            # in a pipeline other units' forwards, with routers, may follow the last one's
+            later = bool(self.balance.routers) and self.parallel.stages is not None
+            early = None if twice or later else sums
             run = self.parallel.executor.run
             update_stage = None if stale is None else stale.update
             run(self.program, batches, scale, update, record, outputs_ready=early, update_stage=update_stage)
         assert self.result is not None
-        self.balance.end(updated=not self.result.skipped)
-        return replace(self.result, num_tokens=num_tokens)
+        busiest, dropped = self.balance.end(updated=not self.result.skipped)
+        return replace(self.result, num_tokens=num_tokens, expert_load_max=busiest, dropped_share=dropped)
 
     def own(self, batches: Sequence[Batch]) -> list[Batch]:
         """This rank's tokens of whole micro-batches, on its device."""

@@ -66,6 +66,7 @@ def compare(job: Job, reference: Reference, reports: Sequence[RankReport], steps
         grads, split, updates = _gradients(reports, step)
         judge = Judge(step, reference, reference.follow(step, updates))
         judge.outputs(reports)
+        judge.loads(reports)
         loss_error = max(loss_error, judge.loss(reports))
         judge.gradients(grads)
         judge.replicas(split, "gradient")

@@ -170,8 +170,8 @@ def _own_bias(fault: Fault, trainer: Trainer) -> None:
     here = trainer.balance
 
     def moved(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
-        own = next(balance.summed(router) for router in here.routers.values() if router.bias is bias)
-        found: Tensor = right(bias, own, speed)
+        own = next(balance.summed(router, bias.device) for router in here.routers.values() if router.bias is bias)
+        found: Tensor = right(bias, own[:-1], speed)
         return found
 
     setattr(balance, "moved", moved)  # noqa: B010

@@ -45,7 +45,7 @@ ROUNDINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something beyond its bound. kind: output, loss, gradient, norm, parameter, replicas."""
+    """Something beyond its bound. kind: output, load, loss, gradient, norm, parameter, replicas."""
 
     step: int
     kind: str
@@ -101,6 +101,15 @@ class Judge:
         same = [other.outputs for other in self.others if len(other.outputs) == len(right)]
         spread = max(_relative(a[unit], b[unit]) for other in same for a, b in zip(other, right, strict=True))
         return BF16_FACTOR * max(spread, 2 * BF16_ROUNDING)
+
+    def loads(self, reports: Sequence[RankReport]) -> None:
+        """How many tokens each expert was chosen by and how many choices were dropped: whole numbers, in float64 the
+        same ones."""
+        if self.reference.policy.params is not torch.float64:
+            return
+        for name, counts in self.reference.loads.items():
+            wrong = any(report.steps[self.step - 1].loads[name] != counts.tolist() for report in reports)
+            self._add("load", name, math.inf if wrong else 0.0, 0.0)
 
     def loss(self, reports: Sequence[RankReport]) -> float:
         """The loss every rank reports, and those of its routers."""

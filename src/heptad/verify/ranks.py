@@ -29,7 +29,8 @@ from heptad.models.batch import Batch
 from heptad.models.router import routers
 from heptad.models.taps import GradSink, Tape
 from heptad.trace import Transfer
-from heptad.train.step import LossSum, StepResult, Trainer
+from heptad.train.loss import LossSum
+from heptad.train.step import StepResult, Trainer
 from heptad.verify.fault import Fault
 from heptad.verify.meter import MemoryMeter
 from heptad.verify.reference import fingerprint
@@ -40,7 +41,7 @@ class RankStep:
     """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here, of the
     last one the loss itself; of the units that ran here, all of them without a pipeline. grads: at the step's end;
     updates: of each update inside it. choices: router -> micro-batch -> where the tokens here went, with an expert
-    axis."""
+    axis. loads: router -> the whole batch's counts, as `train/balance.py` has them."""
 
     result: StepResult
     grads: list[Piece]
@@ -49,6 +50,7 @@ class RankStep:
     outputs: list[dict[int, float]]
     transfers: list[Transfer]
     choices: dict[str, dict[int, Chosen]]
+    loads: dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,9 @@ class Watched(Trainer):
         params = [shard.piece(shard.master.clone()) for shard in self.engine.shards] + self.balance.pieces()
         outputs = [self.outputs.get(_first(batch), {}) for batch in batches]
         transfers = self.mesh.ledger.transfers()
-        return RankStep(result, self.grads, list(self.updates), params, outputs, transfers, self._choices())
+        balance = self.balance
+        loads = dict(zip(balance.routers, balance.counts.tolist(), strict=True)) if balance.routers else {}
+        return RankStep(result, self.grads, list(self.updates), params, outputs, transfers, self._choices(), loads)
 
     def _choices(self) -> dict[str, dict[int, Chosen]]:
         """By router and by the number of the micro-batch on this rank."""

@@ -91,13 +91,13 @@ class Reference:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Inside, every forward's load of the experts is added to `loads`, which is empty before."""
-        chosen = biased(self.model)
+        chosen = routers(self.model.module)
         for router in chosen.values():
             router.loads = {}
         try:
             yield
         finally:
-            self.loads = {name: summed(router) for name, router in chosen.items()}
+            self.loads = {name: summed(router, torch.device("cpu")) for name, router in chosen.items()}
             for router in chosen.values():
                 router.loads = None
 
@@ -110,8 +110,8 @@ class Reference:
         """The biases of routers after the step that `loads` is of."""
         for name, router in biased(self.model).items():
             assert router.bias is not None
-            mean = self.loads[name].double().mean()
-            router.bias = router.bias + router.speed * (mean - self.loads[name].double()).sign().to(router.bias)
+            load = self.loads[name.removesuffix(".bias")][:-1].double()
+            router.bias = router.bias + router.speed * (load.mean() - load).sign().to(router.bias)
 
     def follow(self, step: int, updates: Sequence[Grads]) -> Figures:
         """What `compute` gives; `updates`: the gradients of each update inside the step, of which there are none."""

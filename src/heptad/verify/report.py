@@ -98,7 +98,9 @@ def _traffic(comparison: Comparison) -> list[str]:
 def _results(verdict: Verdict, comparison: Comparison) -> list[str]:
     worst, error = comparison.worst
     kinds = {item.kind for item in comparison.differences}
+    loads = verdict.job.model.experts is not None and verdict.job.precision.params == "fp64"
     rows = [
+        *([["tokens of each expert", "", "", _mark("load" not in kinds)]] if loads else []),
         ["loss", f"{comparison.loss_error:.1e}", "", _mark("loss" not in kinds)],
         ["gradient norm", f"{comparison.norm_error:.1e}", "", _mark("norm" not in kinds)],
         ["every gradient and parameter", f"{error:.1e}", worst, _mark(not kinds & {"gradient", "parameter"})],
