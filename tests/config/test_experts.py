@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from heptad.config.check import problems
+from heptad.config.experts import most_capacity
 from heptad.config.load import load
-from heptad.config.schema import Job, ModelSection
+from heptad.config.schema import DataSection, Job, ModelSection
 from heptad.errors import ConfigError
 from heptad.models.build import build
 from heptad.models.resolve import resolve
@@ -63,6 +65,17 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_rule_is_said_once(name: str) -> None:
     model, rule = CASES[name]
     assert any(rule in line for line in found(**model)), found(**model)
+
+
+@pytest.mark.parametrize("experts", [2, 6, 7])
+def test_the_largest_capacity_that_drops_is_no_idle_one_and_a_larger_one_is(experts: int) -> None:
+    for chosen, seq_len in product(range(1, experts + 1), range(2, 40)):
+        sizes = dict(experts=experts, experts_per_token=chosen, normalise_top_k=False)
+        most = most_capacity(ModelSection.model_validate(sizes), seq_len)
+        for factor, idle in ((most, False), (most + 0.002, True)):
+            model = ModelSection.model_validate({**sizes, "capacity_factor": factor})
+            job = Job(model=model, data=DataSection(seq_len=seq_len))
+            assert bool([item for item in problems(job) if item.field == "model.capacity_factor"]) == idle
 
 
 def test_the_fixes_of_idle_options_hold() -> None:

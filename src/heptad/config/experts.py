@@ -121,7 +121,8 @@ def _idle_of_sizes(model: ModelSection, seq_len: int) -> Iterator[Problem]:
     if chosen == 1 and model.normalise_top_k:
         rule = "the one weight of a token divided by itself is 1: no gradient of the loss would reach the router"
         yield Problem("model.normalise_top_k", True, rule, "normalise_top_k = false, or experts_per_token = 2")
-    if model.capacity_factor is not None and model.capacity_factor * chosen * seq_len > experts * (seq_len - 1):
+    factor = model.capacity_factor
+    if factor is not None and factor * chosen * seq_len * (1 - 1e-12) > experts * (seq_len - 1):  # as the router rounds
         why = f"each expert has room for all data.seq_len = {seq_len} tokens of a sequence, so none is dropped"
         fix = f"capacity_factor <= {most_capacity(model, seq_len):g}"
         yield from idle("model", model, ("capacity_factor",), why, fix)
