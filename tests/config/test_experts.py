@@ -107,8 +107,8 @@ CARVED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "layout.etp: each of the etp = 4 ranks holds rows of an expert, 2 of the 5 a rank (etp = 2)"),
     "absurdly many": (dict(ep=10**9, dp_shard=10**9), {},
         "layout.ep: each of the ep = 1000000000 ranks holds an expert, 1 of the 8 a rank (ep = 8)"),
-    "carved from too few": (dict(ep=2, etp=4, dp_shard=4), {},
-        "layout.ep: ep × etp = 8 divides dp_shard × cp × tp = 4, from which expert ranks are carved (ep × etp = 4)"),
+    "carved from too few": (dict(ep=3, etp=4, dp_shard=2, tp=3), {}, "layout.ep: ep × etp = 12 divides dp_shard × cp × "
+        "tp = 6, from which expert ranks are carved (ep × etp = 6, or dp_shard = 4)"),
     "fsdp2": (dict(ep=2, dp_shard=2, engine="fsdp2"), {}, "layout.engine: fsdp2 cuts every parameter over all data "
         'ranks, but ep × etp = 2 cuts experts over some (engine = "heptad", or ep = 1 and etp = 1)'),
     "a node of no divisor": (dict(ep=4, ep_inner=3, dp_shard=4), {}, "layout.ep_inner: ep_inner is the ranks of a node "

@@ -142,6 +142,9 @@ def test_a_job_is_a_preset_then_a_path_then_refused(tmp_path: Path, snapshot: Sn
     with pytest.raises(ConfigError) as error:
         load("defualt")
     snapshot("unknown_job", str(error.value))
+    with pytest.raises(ConfigError, match="give debug as the job, and --set model"):
+        load("deepseek-v3")
+    assert load("debug", ["model.preset=deepseek-v3"]).model.preset == "deepseek-v3"
     with pytest.raises(ConfigError, match=r"mine\.toml"):
         load(str(tmp_path / "mien.toml"))
     with pytest.raises(ConfigError, match="not a folder"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from heptad.config.explain import explain
-from heptad.config.presets import job_presets
+from heptad.config.presets import job_presets, model_presets
 from heptad.config.schema import Job
 from heptad.config.write import section_text
 from heptad.errors import ConfigError, Problem, nearest
@@ -65,6 +65,8 @@ def _read(job_ref: str) -> str:
         close = nearest(job_ref, [*presets, *beside])
         rule = f"a job is a preset ({', '.join(presets)}) or the path of a TOML file that can be read"
         fix = f"did you mean {close!r}?" if close else "name a preset or an existing file"
+        if job_ref in model_presets():
+            fix = f"it is a model's name: give debug as the job, and --set model.preset={job_ref}"
     raise ConfigError.of("JOB", job_ref, rule, fix)
 
 

@@ -136,7 +136,8 @@ def _layout(job: Job, model: ModelSection) -> Iterator[Problem]:
     block, experts = layout.dp_shard * layout.cp * layout.tp, layout.ep * layout.etp
     if block % experts:
         rule = f"ep × etp = {experts} divides dp_shard × cp × tp = {block}, from which expert ranks are carved"
-        yield Problem("layout.ep", layout.ep, rule, f"ep × etp = {divisors_near(block, experts)}")
+        more = layout.dp_shard * (experts // math.gcd(block, experts))
+        yield Problem("layout.ep", layout.ep, rule, f"ep × etp = {divisors_near(block, experts)}, or dp_shard = {more}")
     if layout.engine == "fsdp2" and layout.zero != 3:
         rule = 'engine = "fsdp2" is torch\'s fully_shard, which is stage 3'
         yield Problem("layout.zero", layout.zero, rule, 'zero = 3, or engine = "heptad" for the other stages')
