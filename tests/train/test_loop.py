@@ -124,6 +124,35 @@ def test_muon_under_stages_and_what_it_sends(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-10)
 
 
+EXPERTS: dict[str, Any] = dict(experts=7, experts_per_token=3, expert_width=5, dense_layers=1, capacity_factor=0.8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, dict(dp_shard=2, zero=0, ep=2)),
+        (4, dict(dp_shard=2, tp=2, ep=2, etp=2, zero=3)),
+        (4, dict(cp=4, ep=4, ep_inner=2, zero=1, recompute="full")),
+        (4, dict(pp=2, dp_shard=2, ep=2, zero=1, model={**EXPERTS, "mtp_depth": 1, "layers": 2})),
+    ],
+    ids=["ep", "ep and etp", "two levels, recomputed", "pipeline"],
+)
+def test_rows_to_experts_are_predicted_from_the_step_that_is_counted(
+    ranks: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """To the byte, on each rank; what ranks tell each other for it is not counted. And what is logged of experts."""
+    chosen = job(tmp_path, 3, layout={"model": EXPERTS} | layout, train={"sample_tokens": 0})
+    outcomes = forked(ranks, train, chosen)
+    for outcome in outcomes:
+        assert outcome.predicted is not None and total(outcome.predicted) == total(outcome.transfers)
+        phases = {item.phase for item in outcome.transfers}
+        assert "router" in phases and "check" not in phases
+    assert any(item.axis == "ep" and item.num_bytes for item in outcomes[-1].transfers)
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["loss"] is not None]
+    assert len(lines) == 3 and all(1 < line["expert_load_max"] < 7 / 3 for line in lines)
+    assert all(0 < line["dropped_share"] < 1 for line in lines)
+
+
 def refused(rank: int, job: Job) -> str:
     with pytest.raises(ConfigError) as error:
         train(rank, job)

@@ -39,7 +39,7 @@ from heptad.config.recompute import keeps_scores
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
 from heptad.mesh.device import Mesh
-from heptad.mesh.layout import Layout
+from heptad.mesh.layout import EXPERT_AXES, Layout
 from heptad.mesh.regions import Stream
 from heptad.models.batch import Batch
 from heptad.models.build import Model, build
@@ -81,7 +81,8 @@ def wanted_groups(zero: int, families: Sequence[Family] = ("dense",)) -> list[tu
     """Axes a job needs groups along."""
     kinds = (shard_axes, replica_axes, holder_axes, matrix_axes)
     of_family = [axes(zero, family) for family in families for axes in kinds]
-    return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",), *([ROUTED_AXES] if "expert" in families else [])]
+    routed = [ROUTED_AXES, EXPERT_AXES] if "expert" in families else []
+    return [LOSS_AXES, *of_family, ("cp",), ("tp",), ("pp",), *routed]
 
 
 def families_of(model: Model) -> tuple[Family, ...]:

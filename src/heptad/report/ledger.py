@@ -8,24 +8,19 @@ from heptad.trace import Transfer, total
 from heptad.units import human_bytes
 
 HEADS = ("axis", "op", "phase", "count", "predicted bytes", "counted bytes", "")
-ROUTED = ("ep", "etp")
-"""Axes whose bytes follow the router's choices, which no job knows: predicted as their mean, each choice as likely."""
-MEAN = "mean: what the choices of experts send on average; heptad verify predicts each step's own, to the byte"
 
 
 def traffic_table(predicted: Sequence[Transfer] | None, counted: Sequence[Transfer]) -> str:
     """One line for each axis × op × phase, and the sum. `predicted` None: there is no formula for this engine.
 
-    A line that differs says so; equal means the same number of collectives and the same logical bytes (ring formulas),
-    mean the same number of collectives over an axis of `ROUTED`, with other bytes; the last line then says what it is.
+    A line that differs says so; equal means the same number of collectives and the same logical bytes (ring formulas).
     """
     expected, seen = total(predicted or ()), total(counted)
     rows = [HEADS]
     for key in sorted({*expected, *seen}):
         (axis, op, phase), want, got = key, expected.get(key, (0, 0)), seen.get(key, (0, 0))
         count = str(got[0]) if predicted is None or want[0] == got[0] else f"{got[0]} of {want[0]}"
-        near = "mean" if axis in ROUTED and want[0] == got[0] else "DIFFERS"
-        remark = "" if predicted is None else "equal" if want == got else near
+        remark = "" if predicted is None else "equal" if want == got else "DIFFERS"
         rows.append((axis, op, phase, count, "-" if predicted is None else f"{want[1]:,}", f"{got[1]:,}", remark))
     sums = [sum(num_bytes for _, num_bytes in part.values()) for part in (expected, seen)]
     shown = "-" if predicted is None else human_bytes(sums[0])
@@ -39,4 +34,4 @@ def traffic_table(predicted: Sequence[Transfer] | None, counted: Sequence[Transf
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, *([MEAN] if any(row[-1] == "mean" for row in rows) else [])])
+    return "\n".join(lines)

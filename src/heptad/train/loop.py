@@ -16,11 +16,8 @@ from pathlib import Path
 
 import torch
 
-from heptad.account.flops import flops_per_token
-from heptad.account.traffic import step_traffic
 from heptad.checkpoint.find import resume
 from heptad.checkpoint.read import Reader
-from heptad.cluster.catalog import cluster
 from heptad.config.describe import summary
 from heptad.config.schema import Job
 from heptad.launch.failure import Diary
@@ -33,26 +30,24 @@ from heptad.models.batch import Batch
 from heptad.models.build import Model
 from heptad.models.resolve import derived
 from heptad.optim.schedule import past_end
-from heptad.precision.dtypes import dtypes_of
 from heptad.report.loss import loss_svg
 from heptad.report.stages import pipeline_line
 from heptad.trace import Event, Transfer
 from heptad.train.agreement import digest_of, require_same, require_same_program, require_same_replicas
-from heptad.train.metrics import Meter, Metrics, read_metrics
+from heptad.train.metrics import Meter, Metrics, elsewhere, known_flops, read_metrics
 from heptad.train.outcome import Outcome
 from heptad.train.progress import Display
 from heptad.train.runfolder import RunFolder, open_folder
-from heptad.train.sample import generate
+from heptad.train.sample import continued
+from heptad.train.sent import Sent
 from heptad.train.state import Counts, restore, save_state
 from heptad.train.step import StepResult, Trainer
 from heptad.train.stop import StopRequest
 from heptad.train.tracing import write_trace
 
 PREPARE_TIMEOUT_S = 7200.0
-PROMPT_TOKENS = 16
 WARM_STEPS = 10
 """The step that is traced: allocators and caches are warm."""
-TEMPERATURE = 0.8
 
 
 def run(
@@ -84,7 +79,7 @@ def run(
         hint = "give every node the same files, or one data.cache_dir that all of them see"
         require_same("the tokens", digest_of(loader.digest), world, device, hint)
         notes = (*found.notes, *loader.progress.notes) if found.reader is not None else found.notes[1:]
-        if _elsewhere(job, device):
+        if elsewhere(job, device):
             notes = (f"no CUDA device here: a job for {job.cluster.preset!r} runs on the CPU, without MFU", *notes)
         line = pipeline_line(job) if rank == 0 else None
         for note in (*notes, summary(job, derived(job), *([] if line is None else [line]))):
@@ -137,7 +132,7 @@ class _Loop:
         self.start = self.saved_step = self.counts.step
         events = folder.path / "tb" if self.job.log.tensorboard else None
         self.metrics = Metrics(folder.metrics, self.start, world.index == 0, events)
-        self.meter = Meter(self.counts.tokens, self.counts.targets, *_flops(self.job, world.size, device))
+        self.meter = Meter(self.counts.tokens, self.counts.targets, *known_flops(self.job, world.size, device))
         self.validation = loader.validation()
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
@@ -159,18 +154,17 @@ class _Loop:
         return self._finish(result)
 
     def _step(self, step: int) -> StepResult:
-        chosen = step == min(self.start + 2, self.last_step)
+        sent = Sent(self.trainer) if self.ledger and step == min(self.start + 2, self.last_step) else None
         traced = self.traces and step == min(self.start + WARM_STEPS, self.last_step)
         events: list[Event] | None = [] if traced else None
-        if self.ledger and chosen:
-            self.trainer.mesh.ledger.reset()
+        if sent is not None:
+            sent.begin()
         self.diary.reached(step)
         begin_s = time.perf_counter()
-        result = self.trainer.step(step, self.loader.step(step - 1), self.stop.asked, events, self.ledger and chosen)
+        result = self.trainer.step(step, self.loader.step(step - 1), self.stop.asked, events, sent is not None)
         self.meter.add(result.num_tokens, result.num_targets, time.perf_counter() - begin_s)
-        if self.ledger and chosen:
-            self.transfers = tuple(self.trainer.mesh.ledger.transfers())
-            self.predicted = _predicted(self.trainer)
+        if sent is not None:
+            self.transfers, self.predicted = sent.end()
         if events is not None:
             stages, pipeline = self.trainer.parallel.stages, self.trainer.pipeline.ranks
             write_trace(self.folder.path / "trace", events, step, self.world, stages, pipeline)
@@ -275,38 +269,11 @@ class _Loop:
             self.display.say("no sample: the model's last unit has no logits(x)")
             return ""
         batches: Sequence[Batch] = self.validation or self.loader.step(max(self.counts.step - 1, self.start))
-        prompt = batches[0].ids[0, :PROMPT_TOKENS].tolist()
-        num_tokens, window, seed = self.job.train.sample_tokens, self.job.data.seq_len, self.job.train.seed
-        found = generate(self.trainer.logits, prompt, num_tokens, window, TEMPERATURE, seed)
-        tokenizer = self.loader.tokenizer
-        if tokenizer is None:
-            return " ".join(map(str, [*prompt, *found]))
-        return tokenizer.decode([*prompt, *found])
+        return continued(self.trainer.logits, batches[0], self.job, self.loader.tokenizer)
 
     @staticmethod
     def _due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
-
-
-def _flops(job: Job, num_devices: int, device: torch.device) -> tuple[float | None, float | None]:
-    """Model FLOPs of a token and the peak of all devices, each None when it is not known."""
-    peak = cluster(job.cluster).device.peak(dtypes_of(job.precision, device.type).params)
-    peak = None if _elsewhere(job, device) else peak
-    flops = None if job.model.class_ is not None else flops_per_token(job.model, job.data.seq_len, "causal")
-    return flops, None if peak is None else peak * num_devices
-
-
-def _elsewhere(job: Job, device: torch.device) -> bool:
-    """Whether the job's cluster is a catalogue's, and this is no device of it."""
-    return device.type == "cpu" and job.cluster.preset not in (None, "cpu")
-
-
-def _predicted(trainer: Trainer) -> tuple[Transfer, ...]:
-    """What the formulas say of one step."""
-    parallel, model = trainer.parallel, trainer.parallel.model
-    kind = trainer.device.type
-    place = trainer.mesh.layout.coords(trainer.rank)["pp"]
-    return tuple(step_traffic(trainer.job, model.unit_specs, model.specs, parallel.recompute, kind, place))
 
 
 def _why_skipped(result: StepResult) -> str:

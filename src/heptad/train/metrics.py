@@ -31,9 +31,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from heptad.account.flops import flops_per_token
+from heptad.cluster.catalog import cluster
+from heptad.config.schema import Job
+from heptad.precision.dtypes import dtypes_of
 
 METRICS = (
     "step",
@@ -162,6 +168,19 @@ class Meter:
         if rate is None or self._flops_per_token is None or self._peak_flops_per_s is None:
             return None
         return rate * self._flops_per_token / self._peak_flops_per_s
+
+
+def known_flops(job: Job, num_devices: int, device: torch.device) -> tuple[float | None, float | None]:
+    """Model FLOPs of a token and the peak of all devices, each None when it is not known."""
+    peak = cluster(job.cluster).device.peak(dtypes_of(job.precision, device.type).params)
+    peak = None if elsewhere(job, device) else peak
+    flops = None if job.model.class_ is not None else flops_per_token(job.model, job.data.seq_len, "causal")
+    return flops, None if peak is None else peak * num_devices
+
+
+def elsewhere(job: Job, device: torch.device) -> bool:
+    """Whether the job's cluster is a catalogue's, and this is no device of it."""
+    return device.type == "cpu" and job.cluster.preset not in (None, "cpu")
 
 
 def _rate(steps: list[tuple[int, float]]) -> float | None:

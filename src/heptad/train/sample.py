@@ -14,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from heptad.config.schema import Job
+from heptad.loader.tokenise import TextTokenizer
 from heptad.models.batch import IGNORED, Batch
+
+PROMPT_TOKENS, TEMPERATURE = 16, 0.8
 
 Logits = Callable[[Batch], Tensor]
 """Batch [1, L] -> logits [1, L, V]; collective."""
@@ -35,6 +39,13 @@ def generate(
         scores = logits(batch_of(seen, length))[0, len(seen) - 1].float()
         ids.append(choose(scores, temperature, seed, place))
     return ids[len(prompt) :]
+
+
+def continued(logits: Logits, batch: Batch, job: Job, tokenizer: TextTokenizer | None) -> str:
+    """The first tokens of a batch and `train.sample_tokens` more; numbers where there is no tokenizer. Collective."""
+    prompt = batch.ids[0, :PROMPT_TOKENS].tolist()
+    ids = prompt + generate(logits, prompt, job.train.sample_tokens, job.data.seq_len, TEMPERATURE, job.train.seed)
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
 
 def batch_of(ids: Sequence[int], length: int) -> Batch:

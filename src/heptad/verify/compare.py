@@ -125,7 +125,7 @@ def _traffic(job: Job, reference: Reference, reports: Sequence[RankReport]) -> t
         routed = None
         if spread:
             block = sorted(layout.group_of(rank, BLOCK))
-            routed = Routed(block.index(rank), [reports[other].steps[step].choices for other in block])
+            routed = Routed(block.index(rank), [reports[other].steps[step].calls for other in block])
         return predicted_traffic(job, reference, place, microbatches_of(job) - updates if updates else 0, routed)
 
     both = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heptad.axes.context.take import PADDING
-from heptad.axes.expert.flow import Chosen
+from heptad.axes.expert.flow import Calls
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.loader.loader import Loader
@@ -26,10 +26,10 @@ from heptad.mesh.layout import Layout
 from heptad.mesh.piece import Piece
 from heptad.mesh.regions import Stream
 from heptad.models.batch import Batch
-from heptad.models.router import routers
 from heptad.models.taps import GradSink, Tape
 from heptad.trace import Transfer
 from heptad.train.loss import LossSum
+from heptad.train.sent import calls, spread
 from heptad.train.step import StepResult, Trainer
 from heptad.verify.fault import Fault
 from heptad.verify.meter import MemoryMeter
@@ -40,8 +40,8 @@ from heptad.verify.reference import fingerprint
 class RankStep:
     """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here, of the
     last one the loss itself; of the units that ran here, all of them without a pipeline. grads: at the step's end;
-    updates: of each update inside it. choices: router -> micro-batch -> where the tokens here went, with an expert
-    axis. loads: router -> the whole batch's counts, as `train/balance.py` has them."""
+    updates: of each update inside it. calls: where the tokens here went, with an expert axis. loads: router -> counts
+    of the whole batch, as `train/balance.py` has them."""
 
     result: StepResult
     grads: list[Piece]
@@ -49,7 +49,7 @@ class RankStep:
     params: list[Piece]
     outputs: list[dict[int, float]]
     transfers: list[Transfer]
-    choices: dict[str, dict[int, Chosen]]
+    calls: Calls
     loads: dict[str, list[int]]
 
 
@@ -73,8 +73,7 @@ class Watched(Trainer):
         self.updates: list[list[Piece]] = []
         self.outputs: dict[int, dict[int, float]] = {}
         self.stream = Stream(self.mesh.group("tp"), job.layout.sequence_parallel)
-        spread = job.layout.ep * job.layout.etp > 1
-        self.routers = routers(self.parallel.model.module) if spread else {}
+        self.routers = spread(job, self.parallel.model)
         self._forward = self.parallel.executor.forward
         setattr(self.parallel.executor, "forward", self._seen)  # noqa: B010
         if self.stale is not None:
@@ -99,9 +98,9 @@ class Watched(Trainer):
     def own(self, batches: Sequence[Batch]) -> list[Batch]:
         """Each part is known by the number of the whole one's first token: the same batch on another device is still
         that batch."""
-        self._parts = super().own(batches)
-        self._numbers = {id(part): _first(batch) for part, batch in zip(self._parts, batches, strict=True)}
-        return self._parts
+        parts = super().own(batches)
+        self._numbers = {id(part): _first(batch) for part, batch in zip(parts, batches, strict=True)}
+        return parts
 
     def _real(self, output: Tensor, batch: Batch) -> Tensor:
         """`output` without the rows that fill up a cut stream or a cut sequence, whose values nobody reads."""
@@ -130,21 +129,8 @@ class Watched(Trainer):
         transfers = self.mesh.ledger.transfers()
         balance = self.balance
         loads = dict(zip(balance.routers, balance.counts.tolist(), strict=True)) if balance.routers else {}
-        return RankStep(result, self.grads, list(self.updates), params, outputs, transfers, self._choices(), loads)
-
-    def _choices(self) -> dict[str, dict[int, Chosen]]:
-        """By router and by the number of the micro-batch on this rank."""
-        numbers = {id(each.ids): at for at, part in enumerate(self._parts) for each in _with_further(part)}
-        return {
-            name: {numbers[key]: chosen.numpy() for key, chosen in router.choices.items()}
-            for name, router in self.routers.items()
-            if router.choices
-        }
-
-
-def _with_further(batch: Batch) -> list[Batch]:
-    """The batch, and what its further predictions read."""
-    return [batch, *(further for _, further in batch.further)]
+        went = calls(self.job, self.routers)
+        return RankStep(result, self.grads, list(self.updates), params, outputs, transfers, went, loads)
 
 
 def _first(batch: Batch) -> int:

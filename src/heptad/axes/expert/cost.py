@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heptad.axes.expert.flow import Routed, Rows, Sizes, expected, flow_of
+from heptad.axes.expert.flow import Routed, Rows, Sizes, expected, joined
 from heptad.models.spec import ParamSpec, UnitSpec
 from heptad.schedule.action import Segments
 from heptad.trace import Transfer
@@ -153,12 +153,12 @@ def traffic(
     routed: Routed,
     recompute: Segments = (),
 ) -> list[Transfer]:
-    """What a rank sends in a step, given what the ranks of its block chose."""
+    """What a rank sends in a step, given where the tokens of its block went."""
     again = {unit for segment in recompute for unit in segment}
     found = []
     for mixture in mixtures(units, specs):
-        for batch in routed.choices[routed.rank].get(mixture.router, {}):
-            flow = flow_of(sizes, [choices[mixture.router][batch] for choices in routed.choices])
+        for call in range(len(routed.calls[routed.rank].get(mixture.router, ()))):
+            flow = joined(sizes, [calls[mixture.router][call] for calls in routed.calls])
             found += _step(sizes, Rows.of(sizes, flow, routed.rank), mixture, mixture.unit in again)
     return found
 

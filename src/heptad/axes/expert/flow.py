@@ -1,11 +1,11 @@
 """How many rows each rank sends to each other: exactly, from the choices of all ranks, or expected, without them. Pure.
 
 A `Flow` is of one mixture, one micro-batch and one block: the dp_shard × cp × tp ranks from which expert axes are
-carved. `flow_of` counts it in what the router chose; `expected` knows no choice and takes them to be even: each token
-K different experts, all as likely. A rank with E_q of E experts then gets the share E_q / E of all choices. A node with
-E_v of them is crossed to by the share 1 - C(E - E_v, K) / C(E, K) of tokens; a router that is limited to G' of G groups
-of experts chooses groups first, all as likely, then K of their experts (`miss`). Real routing is uneven; this is its
-mean. Read next: `cost.py`.
+carved. `flow_of` counts it in what the router chose, each rank by itself (`counted`); `expected` knows no choice and
+takes them to be even: each token K different experts, all as likely. A rank with E_q of E experts then gets the share
+E_q / E of all choices. A node with E_v of them is crossed to by the share 1 - C(E - E_v, K) / C(E, K) of tokens; a
+router that is limited to G' of G groups of experts chooses groups first, all as likely, then K of their experts
+(`miss`). Real routing is uneven; this is its mean. Read next: `cost.py`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from heptad.units import BYTES_PER_ELEMENT
 
 Chosen = npt.NDArray[np.int64]
 """The experts of a rank's tokens [n, K], -1 where a choice is not kept."""
-Choices = Mapping[str, Mapping[int, Chosen]]
-"""Of one rank: router -> micro-batch -> what its tokens chose."""
+Counts = npt.NDArray[np.int64]
+"""Of one rank's tokens at one router, for each node: how many go there, then how many of their choices to each place in
+it, [nodes, 1 + inside]."""
+Calls = Mapping[str, npt.NDArray[np.int64]]
+"""Of one rank in a step: router -> `Counts` of each call, in the order of calls, which the ranks of a block share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What all ranks of a block chose in a step, in the order of their numbers; rank: whose transfers are asked for."""
+    """Where the tokens of all ranks of a block went in a step, in the order of their numbers; rank: whose transfers are
+    asked for."""
 
     rank: int
-    choices: Sequence[Choices]
+    calls: Sequence[Calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +114,32 @@ class Flow:
     inside: npt.NDArray[np.float64]
 
 
+def counted(sizes: Sizes, chosen: Chosen) -> Counts:
+    """Where one rank's tokens go, from what they chose at one router."""
+    of_node = sizes.inside * sizes.held
+    nodes = np.where(chosen < 0, -1, chosen // of_node)
+    found = np.zeros((sizes.nodes, 1 + sizes.inside), dtype=np.int64)
+    for node in range(sizes.nodes):
+        here = chosen[nodes == node] - node * of_node
+        found[node, 0] = (nodes == node).any(1).sum()
+        found[node, 1:] = np.bincount(here // sizes.held, minlength=sizes.inside)
+    return found
+
+
 def flow_of(sizes: Sizes, chosen: Sequence[Chosen]) -> Flow:
     """From what the tokens of each rank of a block chose at one router, in the order of the block."""
-    assert len(chosen) == sizes.ranks
-    of_node = sizes.inside * sizes.held
-    nodes = [np.where(one < 0, -1, one // of_node) for one in chosen]
-    crossing = [[(node == at).any(1) for at in range(sizes.nodes)] for node in nodes]
+    return joined(sizes, [counted(sizes, one) for one in chosen])
+
+
+def joined(sizes: Sizes, counts: Sequence[Counts]) -> Flow:
+    """The same from what each rank counted."""
+    assert len(counts) == sizes.ranks
     inside = np.zeros((sizes.ranks, sizes.inside))
     for rank in range(sizes.ranks):
         edp, node, inner, etp = sizes.place(rank)
         for source in (sizes.rank(edp, at, inner, etp) for at in range(sizes.nodes)):
-            here = chosen[source][nodes[source] == node] - node * of_node  # what came to `rank`, and goes on from it
-            inside[rank] += np.bincount(here // sizes.held, minlength=sizes.inside)
-    across = np.array([[rows.sum() for rows in row] for row in crossing], dtype=np.float64)
-    return Flow(across.reshape(sizes.ranks, sizes.nodes), inside)
+            inside[rank] += counts[source][node, 1:]  # what came to `rank`, and goes on from it
+    return Flow(np.array([one[:, 0] for one in counts], dtype=np.float64), inside)
 
 
 def expected(sizes: Sizes, tokens: int) -> Flow:
