@@ -8,7 +8,7 @@ from heptad.launch.forked import RankFailed
 from heptad.loader.synthetic import synthetic
 from heptad.mesh.piece import Piece
 from heptad.optim.roles import decay_of, kind_of
-from heptad.verify.compare import assemble
+from heptad.verify.compare import assemble, compare
 from heptad.verify.judge import Difference
 from heptad.verify.localise import Blame, guilty, module_of, present
 from heptad.verify.ranks import run_layout
@@ -96,6 +96,16 @@ def test_a_rank_that_fails_is_a_difference_not_a_crash(monkeypatch: pytest.Monke
         run_layout(job, synthetic(job), 1)
     comparison, reports, failure = attempt(job, synthetic(job), 1)
     assert comparison is None and reports == [] and failure is not None and "no such thing" in failure
+
+
+def test_experts_loads_are_compared_as_whole_numbers() -> None:
+    job = layout_job(ranks=1, accumulation=1, model=dict(experts=5, experts_per_token=2, expert_width=3))
+    comparison, reports, _ = attempt(job, synthetic(job), 1)
+    assert comparison is not None and comparison.ok
+    (name, counts), *_ = reports[0].steps[0].loads.items()
+    counts[-1] += 1  # as if a choice had been dropped
+    (found,) = compare(job, Reference(job, synthetic(job)), reports, 1).differences
+    assert (found.kind, found.name) == ("load", name) and module_of(found) == "blocks.0.mlp.router"
 
 
 def test_blame_is_the_fewest_axes_whose_absence_heals() -> None:
