@@ -21,13 +21,12 @@ import torch.distributed as dist
 from benchmarks.attention import Case, Counting, Side, alike
 from benchmarks.lines import Effort, Row, row_of
 from benchmarks.measure import Times, alternate, ratio
-from benchmarks.meter import Meter
 from benchmarks.peers import Contender, Ours, Size, batch_of, check, job_of
 from benchmarks.ranks import launch
 from benchmarks.torchcp import METHODS, TorchRing, refusal
 
 from heptad.axes.context.split import pairs, place
-from heptad.verify.meter import MemoryMeter
+from heptad.mesh.meter import MemoryMeter, everything_alive
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 DEGREES = (1, 2, 4)
@@ -95,7 +94,7 @@ def step_peak(rank: int, size: Size) -> int:
     """Peak bytes of live storages in a train step of this rank, batch and states of the optimizer included."""
     ours = Ours(size, rank, job_of(size, 1, 0, cp=dist.get_world_size()), reads=0)
     ours.trainer.step(1, [batch_of(size.tokens(64), 0, 1)])
-    with Meter() as meter:
+    with MemoryMeter(everything_alive()) as meter:
         ours.step(2)
     return int(_largest(meter.peak_bytes))
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 from benchmarks.measure import Ratio, Times, alternate, ratio
-from benchmarks.meter import Meter
 from benchmarks.netbox import Netbox
 from benchmarks.peers import Contender, Ours, Peer, Size, check, ddp, fsdp2, job_of, plain
 from benchmarks.ranks import launch
+
+from heptad.mesh.meter import MemoryMeter, everything_alive
 
 MAIN = Size(layers=4, width=192, heads=6, mlp_width=512, vocab=4096, seq_len=128, sequences=8)
 SMALL = Size(layers=6, width=256, heads=4, mlp_width=688, vocab=2048, seq_len=32)
@@ -174,7 +175,7 @@ def _peak(rank: int, size: Size, which: str) -> int:
     world = torch.distributed.get_world_size()
     side: Contender = Ours(size, rank, job_of(size, world, 3)) if which == "heptad" else fsdp2(size, rank)
     side.step(1)
-    with Meter() as meter:
+    with MemoryMeter(everything_alive()) as meter:
         side.step(2)
     return meter.peak_bytes
 

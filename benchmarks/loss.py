@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from heptad.config.schema import LayoutSection
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
+from heptad.mesh.meter import MemoryMeter
 from heptad.mesh.regions import Stream
 from heptad.models.layers import Linear
 from heptad.models.loss import TokenLoss
 from heptad.models.taps import Tape
-from heptad.verify.meter import MemoryMeter
 
 VOCAB = 128_256
 """Llama 3's."""

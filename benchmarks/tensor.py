@@ -3,7 +3,7 @@
 A step of two ranks on two cores is compared with torch's DTensor (`dtensor.py`) under the same plan, and with the same
 model on one core. The share of communication is the time the step's own thread stands in `Work.wait` and `wait_sent`
 of any collective: waiting for the slower rank is in it, the copies gloo's threads make meanwhile are not.
-Memory is what one block's forward leaves alive on a rank (`heptad/verify/meter.py`). Read next: `dtensor.py`,
+Memory is what one block's forward leaves alive on a rank (`heptad/mesh/meter.py`). Read next: `dtensor.py`,
 `loss.py`.
 """
 
@@ -25,9 +25,9 @@ from benchmarks.ranks import launch
 from benchmarks import loss
 from heptad.config.schema import DataSection, Job, LayoutSection, ModelSection, PrecisionSection, TrainSection
 from heptad.mesh.collectives import Work
+from heptad.mesh.meter import MemoryMeter
 from heptad.models.resolve import resolve
 from heptad.train.step import Trainer
-from heptad.verify.meter import MemoryMeter
 
 SMALL = Size(layers=6, width=256, heads=4, mlp_width=688, vocab=2048, seq_len=128, sequences=4)
 CUT = {"sequence_parallel": True}

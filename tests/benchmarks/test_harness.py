@@ -9,7 +9,6 @@ import torch
 from benchmarks.dtensor import TensorPeer
 from benchmarks.lines import Row
 from benchmarks.measure import ratio, upper_bound
-from benchmarks.meter import Meter
 from benchmarks.netbox import Netbox
 from benchmarks.peers import Contender, Ours, Size, check, ddp, fsdp2, job_of, plain
 from benchmarks.ranks import launch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import loss, netbox, pipeline, run, tensor, waits
 from heptad.mesh.collectives import Work
+from heptad.mesh.meter import MemoryMeter, everything_alive
 
 TINY = Size(layers=2, width=12, heads=2, mlp_width=23, vocab=37, seq_len=7)
 
@@ -155,7 +155,7 @@ def test_a_contender_that_trains_something_else_is_refused() -> None:
 
 def test_the_meter_counts_live_storages_and_resizes_in_place() -> None:
     kept = torch.zeros(1000)
-    with Meter() as meter:
+    with MemoryMeter(everything_alive()) as meter:
         before = meter.sample()
         big = torch.zeros(5000)
         view = big[:10]

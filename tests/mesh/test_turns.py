@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from heptad.mesh.meter import MemoryMeter
 from heptad.mesh.turns import give, together
-from heptad.verify.meter import MemoryMeter
 
 
 def party(log: list[str], name: str, turns: int, seconds: float = 0.0) -> Any:

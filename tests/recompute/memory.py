@@ -21,6 +21,7 @@ from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
 from heptad.mesh import collectives
+from heptad.mesh.meter import MemoryMeter
 from heptad.models.batch import Batch
 from heptad.models.resolve import resolve
 from heptad.models.router import Router, routers
@@ -31,7 +32,6 @@ from heptad.recompute.sizes import Dispatched, Sizes
 from heptad.schedule.action import Action, Kind
 from heptad.schedule.executor import _Step
 from heptad.units import BYTES_PER_ELEMENT
-from heptad.verify.meter import MemoryMeter
 
 SIZES = dict(layers=2, width=10, heads=4, kv_heads=2, head_dim=6, mlp_width=23, vocab=37, max_positions=7)
 GPT = dict(

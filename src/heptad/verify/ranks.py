@@ -23,6 +23,7 @@ from heptad.launch.forked import forked
 from heptad.loader.loader import Loader
 from heptad.loader.prepare import PreparedData
 from heptad.mesh.layout import Layout
+from heptad.mesh.meter import MemoryMeter
 from heptad.mesh.piece import Piece
 from heptad.mesh.regions import Stream
 from heptad.models.batch import Batch
@@ -32,7 +33,6 @@ from heptad.train.loss import LossSum
 from heptad.train.sent import calls, spread
 from heptad.train.step import StepResult, Trainer
 from heptad.verify.fault import Fault
-from heptad.verify.meter import MemoryMeter
 from heptad.verify.reference import fingerprint
 
 

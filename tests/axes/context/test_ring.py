@@ -18,9 +18,9 @@ from heptad.launch.forked import forked
 from heptad.mesh.collectives import Group, Work
 from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
+from heptad.mesh.meter import MemoryMeter
 from heptad.models.batch import Batch
 from heptad.trace import Transfer
-from heptad.verify.meter import MemoryMeter
 
 
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])

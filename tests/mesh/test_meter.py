@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from heptad.verify.meter import MemoryMeter
+from heptad.mesh.meter import MemoryMeter, everything_alive
 
 
 def test_known_allocations_and_their_end() -> None:
@@ -54,3 +54,25 @@ def test_meta_tensors_hold_nothing() -> None:
     with MemoryMeter() as meter:
         torch.zeros(1 << 20, device="meta") + 1
         assert meter.peak_bytes == 0
+
+
+def test_a_storage_that_an_operator_meets_at_another_size_counts_into_the_peak() -> None:
+    """As a sharded engine does it: memory again, a copy into it, memory gone; no storage is new."""
+    source, full = torch.ones(512), torch.ones(512)
+    meter = MemoryMeter([source, full])
+    full.untyped_storage().resize_(0)
+    meter.reset_peak()
+    with meter:
+        full.untyped_storage().resize_(2048)
+        full.copy_(source)
+        full.untyped_storage().resize_(0)
+    assert (meter.peak_bytes, meter.current_bytes()) == (4096, 2048)
+
+
+def test_everything_alive_counts_a_process_whole() -> None:
+    before = MemoryMeter(everything_alive()).current_bytes()
+    held = torch.ones(1000)
+    meter = MemoryMeter(everything_alive())
+    assert meter.current_bytes() == before + 4000
+    del held
+    assert meter.current_bytes() == before

@@ -2,13 +2,16 @@
 
 A dispatch mode sees every tensor an operator reads or makes and remembers its *storage* by a weak reference, so that
 watching keeps nothing alive. Storages are resized in place (a dropped bucket is one of zero bytes), so whenever an
-operator made a new one all of them are asked for their size again: O(live storages), for tests and `verify`, not
-training. What an operator frees before it returns is not seen. Two tensors over one storage count once.
+operator made a new one, or met one of another size than before, all of them are asked for their size again: O(live
+storages), for tests, `verify` and benchmarks, not training; never measured together with speed. Not seen: what an
+operator frees before it returns, and what a library holds outside of torch's operators, such as gloo's copies. Two
+tensors over one storage count once; of a DTensor its part here counts. Beside the ledger, which counts what is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(self, watch: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._storages: dict[int, StorageWeakRef] = {}
+        self._sizes: dict[int, int] = {}  # when they were last asked for
         self.peak_bytes = 0
         for tensor in watch:
             self._see(tensor)
@@ -45,9 +49,10 @@ class MemoryMeter(TorchDispatchMode):
         for key, ref in list(self._storages.items()):
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
-                del self._storages[key]
-            elif storage.device.type != "meta":
-                total += storage.nbytes()
+                del self._storages[key], self._sizes[key]
+            else:
+                self._sizes[key] = storage.nbytes()
+                total += self._sizes[key] if storage.device.type != "meta" else 0
         return total
 
     def sample(self) -> int:
@@ -66,16 +71,25 @@ class MemoryMeter(TorchDispatchMode):
         """Run, then look."""
         out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-        new = [tensor for tensor in tensors if self._see(tensor)]
-        if new:
+        changed = [tensor for tensor in tensors if self._see(tensor)]
+        if changed:
             self.sample()
         return out
 
     def _see(self, tensor: Tensor) -> bool:
-        """Watch the tensor's storage; whether it is a new one."""
+        """Watch the tensor's storage; whether it is a new one, or of a new size."""
         try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # a tensor without one (sparse, wrapper): its parts are seen on their own
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a tensor without one (sparse, wrapper): its parts are seen alone
             return False
-        ref = StorageWeakRef(storage)
-        return self._storages.setdefault(ref.cdata, ref) is ref
+        ref, num_bytes = StorageWeakRef(storage), storage.nbytes()
+        new = self._storages.setdefault(ref.cdata, ref) is ref
+        before, self._sizes[ref.cdata] = self._sizes.get(ref.cdata), num_bytes
+        return new or before != num_bytes
+
+
+def everything_alive() -> Iterator[Tensor]:
+    """Every tensor that Python holds, but those without memory: what a meter watches to count a process whole."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and thing.device.type != "meta":
+            yield thing
