@@ -96,7 +96,7 @@ class _Gate(torch.autograd.Function):
 class Router(nn.Module):
     """Chooses for tokens [N, D] of a batch, those of it that are this rank's own. What it is set by from outside:
 
-    bias: [E] in at least fp32, of the choice ("deepseek" with an update speed); state, not a parameter (`place`).
+    bias: [E] in at least fp32, of the choice ("deepseek"); state, not a parameter (`place`). A speed of 0 leaves it.
     num_sequences: of the global batch that is one update; None: those of the batch at hand.
     loads: where set and in training, micro-batch -> int64 [E + 1]: how many own tokens chose each expert, whether kept
     or not, and how many of these choices are not.
@@ -127,7 +127,7 @@ class Router(nn.Module):
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Memory for the bias, which starts at zero."""
-        if self.speed:
+        if self.sigmoid:
             wide = torch.promote_types(dtype, torch.float32)
             self.bias = torch.zeros(self.gate.weight.shape[0], dtype=wide, device=device)
 

@@ -8,7 +8,7 @@ run elsewhere, and each token is routed by one rank). It runs under the backward
 
 Then the bias of an expert above the mean falls, below it rises, by `bias_update_speed`: DeepSeek-V3, arXiv 2412.19437,
 §2.1.2. A step that makes no update moves none. The bias is state, not a parameter: fp32 (fp64 in a float64 run), whole
-on every rank that runs its block, saved with the weights.
+on every rank that runs its block, saved with the weights, and kept by a run that goes on with a speed of 0.
 
 The losses that routers add are summed with the main one, in the same all-reduce (two fp64 more), and reported beside
 it. Read next: `step.py`, `state.py`.
@@ -118,6 +118,5 @@ def figures(counts: Tensor) -> tuple[float | None, float | None]:
 
 def shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
     """Every bias of the model and its shape, also of blocks that run elsewhere."""
-    return {
-        f"{name}.bias": (router.gate.weight.shape[0],) for name, router in routers(model.module).items() if router.speed
-    }
+    found = routers(model.module).items()
+    return {f"{name}.bias": (router.gate.weight.shape[0],) for name, router in found if router.sigmoid}
