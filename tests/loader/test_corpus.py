@@ -14,7 +14,8 @@ from pyarrow import parquet
 
 from heptad.config.schema import DataSection, SourceSection
 from heptad.errors import ConfigError
-from heptad.loader.corpus import STDLIB_MAX_BYTES, Corpus, Counts, Document, corpora, documents
+from heptad.loader.corpus import STDLIB_MAX_BYTES, Corpus, corpora
+from heptad.loader.documents import Counts, Document, documents
 
 
 def only(path: Path, **more: Any) -> Corpus:

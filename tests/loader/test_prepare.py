@@ -18,7 +18,7 @@ from heptad.config.schema import DataSection, Job, ModelSection, SourceSection, 
 from heptad.errors import ConfigError
 from heptad.loader import prepare as prepare_module
 from heptad.loader.cache import built, cache_folder
-from heptad.loader.corpus import Document
+from heptad.loader.documents import Document
 from heptad.loader.prepare import PreparedData, prepare
 from heptad.loader.store import FILES, StoreWriter, Tokens
 from heptad.loader.tokenise import EOS, TextTokenizer, load_tokenizer, train_bpe

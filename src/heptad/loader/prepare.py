@@ -19,7 +19,8 @@ from typing import Any
 from heptad.config.schema import Job
 from heptad.errors import ConfigError
 from heptad.loader.cache import built, cache_folder
-from heptad.loader.corpus import Corpus, Counts, Document, corpora, documents
+from heptad.loader.corpus import Corpus, corpora
+from heptad.loader.documents import Counts, Document, documents
 from heptad.loader.pack import Samples
 from heptad.loader.store import StoreWriter, Tokens, read_manifest, sync, verify_files
 from heptad.loader.tokenise import (

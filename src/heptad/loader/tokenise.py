@@ -4,7 +4,7 @@ A document becomes [what the tokenizer's template puts in front, usually BOS or 
 learned like any token, so a model can stop; it is added once, and a BOS that the text already begins with is not
 doubled (C-130). Prompt and text are encoded apart, so the loss mask falls between tokens.
 Costs: training reads at most `TRAIN_CHARS` of text, 2 to 3 s on two cores; encoding takes about as long.
-Read next: `corpus.py` (documents), `prepare.py` (who calls this), `store.py` (where ids go).
+Read next: `documents.py`, `prepare.py` (who calls this), `store.py` (where ids go).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from heptad.errors import ConfigError
-from heptad.loader.corpus import Corpus, Counts, Document, documents
+from heptad.loader.corpus import Corpus
+from heptad.loader.documents import Counts, Document, documents
 from heptad.loader.order import Ints
 
 EOS = "<eos>"
