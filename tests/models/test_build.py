@@ -10,7 +10,7 @@ from torch import nn
 
 from heptad.config.schema import Job, ModelSection
 from heptad.errors import ConfigError
-from heptad.models import layers
+from heptad.models import layers, norms
 from heptad.models.batch import Batch
 from heptad.models.build import build, loose_params, specs_of, tap_linears, tapped_modules, wrap
 from heptad.models.decoder import Head, loss_sum
@@ -36,7 +36,7 @@ def test_layers_are_tapped_in_place_and_variants_are_not() -> None:
     before = dict(plain.named_parameters())
     tap_linears(plain)
     tap_linears(special)
-    kinds = [layers.Linear, layers.Embedding, layers.LayerNorm, layers.LayerNorm, layers.RMSNorm]
+    kinds = [layers.Linear, layers.Embedding, norms.LayerNorm, norms.LayerNorm, norms.RMSNorm]
     assert [type(child) for child in plain] == kinds and len(tapped_modules(plain)) == 5
     assert all(param is before[key] for key, param in plain.named_parameters())
     assert tapped_modules(special) == []

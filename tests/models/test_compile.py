@@ -75,7 +75,7 @@ def drop_many_shapes(rank: int, dtype: torch.dtype) -> tuple[bool, int]:
     from torch._dynamo.utils import counters
 
     from heptad.models.compiled import compile_model
-    from heptad.models.layers import RMSNorm
+    from heptad.models.norms import RMSNorm
 
     holder = RMSNorm(3)
     holder.dropout = plain = Dropout(0.3, 1, "x")  # type: ignore[assignment]

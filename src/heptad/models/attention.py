@@ -26,7 +26,8 @@ from heptad.mesh.regions import SINGLE, Stream
 from heptad.models.batch import Batch, visible
 from heptad.models.columns import normed_columns
 from heptad.models.dropout import Dropout
-from heptad.models.layers import LayerNorm, Linear, RMSNorm
+from heptad.models.layers import Linear
+from heptad.models.norms import LayerNorm, Norm, RMSNorm
 from heptad.models.parallel import RowLinear
 from heptad.models.rotary import Rotary, rotate
 from heptad.models.scores import repeated, scores, softmax_of, values
@@ -114,7 +115,7 @@ def math_attention(
     return values(probabilities, v, drop, tensors)
 
 
-def norm_of(section: ModelSection, width: int) -> RMSNorm | LayerNorm:
+def norm_of(section: ModelSection, width: int) -> Norm:
     """The model's kind of norm over `width` features."""
     kind = RMSNorm if section.norm == "rms" else LayerNorm
     return kind(width, eps=section.norm_eps)

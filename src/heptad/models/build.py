@@ -32,7 +32,8 @@ from heptad.models import init, spec
 from heptad.models.batch import Batch
 from heptad.models.decoder import Block, Decoder, Embed, Head
 from heptad.models.experts import Experts
-from heptad.models.layers import Embedding, LayerNorm, Linear, RMSNorm
+from heptad.models.layers import Embedding, Linear
+from heptad.models.norms import LayerNorm, RMSNorm
 from heptad.models.parallel import RowLinear
 from heptad.models.router import Gate, routers
 from heptad.models.spec import Init, ParamSpec, UnitSpec

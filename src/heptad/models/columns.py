@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from heptad.mesh.regions import Stream
-from heptad.models.layers import LayerNorm, Linear, RMSNorm, has_trainable, write_linear
+from heptad.models.layers import Linear, has_trainable, write_linear
+from heptad.models.norms import Norm
 from heptad.models.taps import Dys, GradSink, Tape
-
-Norm = RMSNorm | LayerNorm
 
 
 class Columns:

@@ -8,7 +8,7 @@ Each is a pure function of tensors behind an autograd function that keeps its in
 backward run the same compiled code whatever surrounds them: bits do not depend on recompute. Sizes are symbols, so one
 graph a dtype serves all batches. A graph that torch cannot compile whole is an error. Nothing here is imported, and
 torch's compiler is not loaded (seconds), unless a job asks for it. Measured: `docs/design-notes.md`.
-Read next: `axes/apply.py` (who calls this, once a rank), `layers.py`, `attention.py`, `dropout.py`, `loss.py`.
+Read next: `axes/apply.py` (who calls this, once a rank), `norms.py`, `attention.py`, `dropout.py`, `loss.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from heptad.models.activation import gated_backward, gated_forward
 from heptad.models.attention import Attention, math_attention
 from heptad.models.decoder import Head, Mlp
 from heptad.models.dropout import Dropout, dropped
-from heptad.models.layers import RMSKernels, RMSNorm, rms_backward, rms_forward
 from heptad.models.loss import LossKernels, exponentials_, gradient_
+from heptad.models.norms import RMSKernels, RMSNorm, rms_backward, rms_forward
 from heptad.models.scores import masked_softmax
 
 RECOMPILES = 64
