@@ -8,7 +8,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from heptad.axes.pipeline.generate import GENERATORS, generate
-from heptad.report.pipeline import DIGIT, MOST_ROWS, Panel, pipeline_svg
+from heptad.report.panel import MOST_ROWS, Panel
+from heptad.report.pipeline import DIGIT, pipeline_svg
 from heptad.report.svg import text_width
 from heptad.schedule.pipeline import parse_schedule, peak_live
 from heptad.simulate.pipeline import PairMode, simulate

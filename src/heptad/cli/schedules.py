@@ -15,7 +15,8 @@ from pathlib import Path
 from heptad.axes.pipeline.formulas import FORMULAS, Chunk
 from heptad.axes.pipeline.generate import FILE, generate
 from heptad.errors import ConfigError, Problem
-from heptad.report.pipeline import Panel, pipeline_svg
+from heptad.report.panel import Panel
+from heptad.report.pipeline import pipeline_svg
 from heptad.schedule.pipeline import Pair, Schedule, format_schedule, parse_schedule
 from heptad.simulate.pipeline import PairMode, SendMode, Simulation, simulate
 from heptad.simulate.times import Links, Times

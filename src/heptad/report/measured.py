@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
-from heptad.report.pipeline import Panel, pipeline_svg
+from heptad.report.panel import Panel
+from heptad.report.pipeline import pipeline_svg
 from heptad.schedule.action import COMPUTE, Action, Kind
 from heptad.schedule.expand import Stages
 from heptad.schedule.pipeline import Pair, Step, singles

@@ -2,27 +2,23 @@
 
 A box carries its micro-batch; the colour is the kind of action, the fainter shade the rank's second stage (another
 chunk, or DualPipe's other direction). The two sides of an overlapped pair lie one above the other. Below the rows: how
-many activations each rank holds over time. Several panels share one time axis. Simulated and measured events look the
-same, as long as their names are stage actions (`2F0`, `0F4&7B1`). No torch. Read next: `svg.py`, `timeline.py`.
+many activations each rank holds over time. Several panels share one time axis. No torch.
+Read next: `panel.py` (what is shown), `svg.py`, `timeline.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+from heptad.report.panel import Panel
 from heptad.report.svg import Paint, document, line, text, text_width, tick_labels, ticks
 from heptad.report.timeline import KINDS
-from heptad.schedule.pipeline import Pair, StageAction, parse_step
-from heptad.simulate.pipeline import Simulation
-from heptad.trace import Event
 
 LEFT, RIGHT, TOP = 72, 92, 58
 NARROWEST, WIDEST = 760, 2200
 BOX_PX = 17
 """Width wished for the shortest action: two digits fit."""
-MOST_ROWS = 64
 NUMBERED_BOXES = 20_000
 COLUMN_PX = 3
 """Width of what stands for several boxes where there are more than these."""
@@ -30,9 +26,6 @@ SIZES_PX = (10, 9)
 """Sizes of the numbers in boxes, the larger first."""
 DIGIT = 0.64
 """Width of a digit ÷ the text's size, in a wide sans-serif."""
-OTHER_NAMES = frozenset({"U"})
-"""What a measured run computes besides stage actions."""
-LIVE_STEPS = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 FAINT: dict[str, Paint] = {
     "F": Paint("#b9d6f5", "#22476f"),
@@ -54,118 +47,7 @@ HATCH = (
     '<rect class="band" width="5" height="5"/><line class="line-hatch" x1="0" y1="0" x2="0" y2="5" stroke-width="1.8"/>'
     "</pattern></defs>"
 )
-
-
 KIND_ORDER = [f"{kind}{second}" for kind in FAINT for second in ("", "2")]
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """One step of a rank: one action, or a pair's two."""
-
-    sides: tuple[StageAction, ...]
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One schedule. `events`: stage actions, those of lanes other than "compute" and updates are left out; `chunks`: V,
-    one live activation being 1/V of a rank's; `idle_shares`: by rank, where boxes are not busy all through."""
-
-    title: str
-    note: str
-    events: Sequence[Event]
-    num_ranks: int
-    chunks: int = 1
-    end_s: float = 0.0
-    """The step's end, where the events may not hold its last action."""
-    idle_shares: tuple[float, ...] = ()
-
-    @property
-    def drawn(self) -> range:
-        """The ranks that have a row: all, or every n-th."""
-        return _drawn(self.num_ranks)
-
-    @classmethod
-    def simulated(cls, run: Simulation, title: str, note: str) -> Panel:
-        """Of the simulator's result."""
-        ranks = run.schedule.num_ranks
-        events = list(run.events(_drawn(ranks)))
-        return cls(title, note, events, ranks, max(1, run.schedule.num_stages // ranks), run.makespan)
-
-    @cached_property
-    def rows(self) -> dict[int, list[Box]]:
-        """Each rank that is drawn -> its boxes by start."""
-        rows: dict[int, list[Box]] = {rank: [] for rank in self.drawn}
-        for event in self.events:
-            if event.lane == "compute" and event.name not in OTHER_NAMES and event.rank in rows:
-                step = parse_step(event.name)
-                sides = (step.forward, step.backward) if isinstance(step, Pair) else (step,)
-                rows[event.rank].append(Box(sides, event.start_s, event.end_s))
-        for boxes in rows.values():
-            boxes.sort(key=lambda box: box.start_s)
-        return rows
-
-    @cached_property
-    def span_s(self) -> float:
-        """The end of the last action."""
-        return max(self.end_s, max(box.end_s for boxes in self.rows.values() for box in boxes))
-
-    @cached_property
-    def shortest_s(self) -> float:
-        """Of the actions that take time."""
-        lengths = [box.end_s - box.start_s for boxes in self.rows.values() for box in boxes]
-        return min((length for length in lengths if length > 0), default=self.span_s)
-
-    @cached_property
-    def last_microbatch(self) -> int:
-        """M - 1."""
-        return max(side.microbatch for boxes in self.rows.values() for box in boxes for side in box.sides)
-
-    def idle(self, rank: int) -> float:
-        """Share of the span that `rank` does not compute."""
-        if self.idle_shares:
-            return self.idle_shares[rank]
-        return 1 - sum(box.end_s - box.start_s for box in self.rows[rank]) / self.span_s
-
-    def first_stage(self, rank: int) -> int:
-        """The stage that is drawn in the full shade: in DualPipe the one whose micro-batches count from 0."""
-        return self._first_stages[rank]
-
-    @cached_property
-    def _first_stages(self) -> dict[int, int]:
-        sides = {rank: [side for box in boxes for side in box.sides] for rank, boxes in self.rows.items()}
-        return {
-            rank: min(((side.microbatch, side.stage) for side in row), default=(0, 0))[1] for rank, row in sides.items()
-        }
-
-    def live(self, rank: int) -> list[tuple[float, int]]:
-        """(time, activations held from then on): from a forward's start to the end of its B or W."""
-        return self._live[rank]
-
-    def peak(self, rank: int) -> int:
-        """Most activations that `rank` holds."""
-        return max((level for _, level in self._live[rank]), default=0)
-
-    @cached_property
-    def _live(self) -> dict[int, list[tuple[float, int]]]:
-        return {rank: _levels(boxes) for rank, boxes in self.rows.items()}
-
-
-def _levels(boxes: Sequence[Box]) -> list[tuple[float, int]]:
-    changes: list[tuple[float, int]] = []
-    for box in boxes:
-        for side in box.sides:
-            if step := LIVE_STEPS[side.kind.value]:
-                changes.append((box.start_s if step > 0 else box.end_s, step))
-    level, levels = 0, list[tuple[float, int]]()
-    for time, step in sorted(changes):
-        level += step
-        if levels and levels[-1][0] == time:
-            levels.pop()
-        levels.append((time, level))
-    return levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +79,6 @@ def pipeline_svg(panels: Sequence[Panel], title: str, unit: str = "time") -> str
         part, y = _panel(panel, y, scale)
         drawn += part
     return document(scale.right + RIGHT, y + 44, title, [*body, *_axis(span, scale, top, y, unit), *drawn], STYLES)
-
-
-def _drawn(num_ranks: int) -> range:
-    return range(0, num_ranks, -(-num_ranks // MOST_ROWS))
 
 
 def _panel(panel: Panel, y: float, scale: _Scale) -> tuple[list[str], float]:
