@@ -22,8 +22,9 @@ from heptad.schedule.pipeline import (
     placement,
     singles,
 )
-from heptad.schedule.pipeline_check import BrokenSchedule, check_schedule, grid
+from heptad.schedule.pipeline_check import BrokenSchedule, check_schedule
 from heptad.schedule.pipeline_messages import Entry, Receive, Send, check_messages, messages, with_messages
+from heptad.schedule.slots import grid
 
 GOOD = "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
 SPLIT = "0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2\n1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"

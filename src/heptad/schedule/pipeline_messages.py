@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from heptad.schedule.action import Kind
 from heptad.schedule.pipeline import Schedule, StageAction, Step, direction_of, placement, singles
-from heptad.schedule.pipeline_check import Run, slots_of
+from heptad.schedule.slots import Run, slots_of
 
 
 @dataclass(frozen=True, slots=True)

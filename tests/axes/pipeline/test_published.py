@@ -13,7 +13,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from heptad.axes.pipeline.generate import generate
 from heptad.schedule.pipeline import Schedule, format_schedule, parse_schedule, peak_live
-from heptad.schedule.pipeline_check import BrokenSchedule, Run, check_schedule
+from heptad.schedule.pipeline_check import BrokenSchedule, check_schedule
+from heptad.schedule.slots import Run
 
 ORDERS = Path(__file__).parent / "dualpipe_orders.txt"
 
