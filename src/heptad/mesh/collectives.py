@@ -118,15 +118,10 @@ def all_gather(full: Tensor, shard: Tensor, group: Group, phase: str) -> Work:
     _record("all_gather", group, phase, full.nbytes)
     if group.pg is not None and not group.point_to_point:
         return Work([dist.all_gather_single(full, shard, group=group.pg, async_op=True)], keep=shard)
-    slices = full.view(group.size, -1)
+    slices = full.view(group.size, -1).unbind()
     if full.untyped_storage()._cdata != shard.untyped_storage()._cdata:
         slices[group.index].copy_(shard)
-    if group.pg is None:
-        return Work()
-    tag = group.tag()
-    receives = [group.pg.recv([slices[peer]], peer, tag) for peer in reversed(_peers(group))]
-    sends = [group.pg.send([shard], peer, tag) for peer in _peers(group)]
-    return Work(receives, sends, keep=shard)
+    return _pairs(slices, [shard] * group.size, group)
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, group: Group, phase: str, accumulate: bool = False) -> Work:
@@ -136,21 +131,14 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group, phase: str, accumu
     """
     assert full.ndim == shard.ndim == 1 and full.numel() == group.size * shard.numel(), (full.shape, shard.shape)
     _record("reduce_scatter", group, phase, full.nbytes)
-    slices = full.view(group.size, -1)
-    if group.pg is None:
-        return Work(finish=lambda: _ordered_sum(shard, [slices[0]], accumulate))
-    if not group.point_to_point:
+    slices = full.view(group.size, -1).unbind()
+    if group.pg is not None and not group.point_to_point:
         out = torch.empty_like(slices[0])
         handle = dist.reduce_scatter_single(out, full, group=group.pg, async_op=True)
         return Work([handle], [handle], lambda: _ordered_sum(shard, [out], accumulate), keep=full)
-    tag = group.tag()
-    staging = torch.empty_like(full[: (group.size - 1) * shard.numel()]).view(group.size - 1, -1)
-    parts = [
-        staging[peer - (peer > group.index)] if peer != group.index else slices[peer] for peer in range(group.size)
-    ]
-    receives = [group.pg.recv([parts[peer]], peer, tag) for peer in reversed(_peers(group))]
-    sends = [group.pg.send([slices[peer]], peer, tag) for peer in _peers(group)]
-    return Work(receives, sends, lambda: _ordered_sum(shard, parts, accumulate), keep=full)
+    parts = list(full.new_empty(group.size - 1, shard.numel()).unbind())
+    parts.insert(group.index, slices[group.index])
+    return _pairs(parts, slices, group, lambda: _ordered_sum(shard, parts, accumulate))
 
 
 def _ordered_sum(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
@@ -248,15 +236,11 @@ def reduce_scatter_rows(out: Tensor, inp: Tensor, counts: Sequence[int], group: 
     sends = list(inp.split(list(counts)))
     _record_sent("reduce_scatter", group, phase, inp.nbytes - sends[group.index].nbytes)
     parts = [torch.empty_like(out) if at != group.index else sends[at] for at in range(group.size)]
-
-    def finish() -> None:
-        _ordered_sum(out, parts, accumulate=False)
-
     if group.pg is not None and not group.point_to_point:
         parts[group.index] = torch.empty_like(out)
         handle = dist.all_to_all(parts, sends, group=group.pg, async_op=True)
-        return Work([handle], [handle], finish, keep=inp)
-    return _pairs(parts, sends, group, finish)
+        return Work([handle], [handle], lambda: _ordered_sum(out, parts, accumulate=False), keep=inp)
+    return _pairs(parts, sends, group, lambda: _ordered_sum(out, parts, accumulate=False))
 
 
 def _pairs(
