@@ -4,10 +4,10 @@ Proven: each compute action once and after what it depends on (C after its segme
 recomputed unit's backward after its C, so each forward runs again exactly once); a bucket gathered (and waited for) at
 each use and dropped once a gather; what a unit keeps is on the device when it is read, and moves only while it is kept;
 each gradient reduced after its last write and exactly once; an overlapped pair is one forward and a backward of another
-unit and micro-batch, of which neither needs the other, with nothing in between; every start has its wait; never more
-than `max_gathered` buckets with full parameters; the update last; where a stage is updated inside the step, the
-versions of its weights (`version_check.py`), and that its gradient is whole before; and, over ranks, one order of
-collectives per group (on gloo collectives in different order on two ranks mix values silently). Pure, no torch.
+unit and micro-batch, of which neither needs the other, with nothing in between; every start has its wait; the update
+last; and where a stage is updated inside the step, the versions of its weights (`version_check.py`), and that its
+gradient is whole before. Ranks of one place of a pipeline run the same program, so the ranks of a group start its
+collectives in one order (on gloo another order mixes values silently). Pure, no torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def check(
     units: Sequence[UnitUse],
     rule: DataRule,
     recompute: Segments = (),
-    max_gathered: int | None = None,
     work: frozenset[tuple[int, int]] | None = None,
 ) -> None:
     """Raise ScheduleError unless `program` is a correct step (or evaluation: no update) of `units` under `rule`.
@@ -59,22 +58,10 @@ def check(
     runs; None: every unit on every micro-batch.
     """
     _check_pairs(program)
-    state = _State(program, units, rule, recompute, max_gathered, work)
+    state = _State(program, units, rule, recompute, work)
     for position, action in enumerate(program):
         state.take(position, action)
     state.finish()
-
-
-def check_group_order(programs: Sequence[Program]) -> None:
-    """All ranks of a data group must start the same collectives in the same order."""
-    starts = [[action for action in program if action.kind in WAIT_OF] for program in programs]
-    for rank, other in enumerate(starts):
-        if other != starts[0]:
-            pairs = zip(other, starts[0], strict=False)
-            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(other), len(starts[0])))
-            position = [p for p, action in enumerate(programs[rank]) if action.kind in WAIT_OF][place : place + 1]
-            at = position[0] if position else 0
-            raise ScheduleError(programs[rank], at, f"rank {rank} leaves rank 0's order of collectives")
 
 
 def _check_pairs(program: Program) -> None:
@@ -107,12 +94,11 @@ class _State:
         units: Sequence[UnitUse],
         rule: DataRule,
         recompute: Segments,
-        max_gathered: int | None,
         work: frozenset[tuple[int, int]] | None,
     ) -> None:
         self.work = work
         self.moving: set[tuple[Kind, int, int]] = set()  # transport started, not waited for
-        self.program, self.units, self.rule, self.max_gathered = program, units, rule, max_gathered
+        self.program, self.units, self.rule = program, units, rule
         self.segment = {unit: segment for segment in with_backward(recompute, units) for unit in segment}
         self.trains = any(action.kind is Kind.UPDATE for action in program)
         self.done: set[Action] = set()
@@ -150,9 +136,6 @@ class _State:
             self.pending[kind, index] = position
             if kind is Kind.GATHER:
                 require(index not in self.full, "gathered although it is full")
-                gathering = len(self.full) + sum(k is Kind.GATHER for k, _ in self.pending)
-                bound = self.max_gathered
-                require(bound is None or gathering <= bound, f"more than {bound} buckets hold full parameters")
             elif kind is Kind.REDUCE:
                 require(index in self.written, "reduced without a gradient")
                 del self.written[index]

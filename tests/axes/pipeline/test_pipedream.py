@@ -210,7 +210,7 @@ def programs(num_ranks: int, num_microbatches: int, rule: DataRule, split: int =
         buckets = [(unit,) if unit in own else () for unit in range(split * num_ranks)]
         uses = tuple(UnitUse(f"u{i}", bucket, bucket, bucket) for i, bucket in enumerate(buckets))
         work = expand(stages, rank, uses)
-        found.append((lower(work, uses, rule), (uses, rule, (), None, work.pairs)))
+        found.append((lower(work, uses, rule), (uses, rule, (), work.pairs)))
     return found
 
 
