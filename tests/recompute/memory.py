@@ -30,7 +30,7 @@ from heptad.recompute.peak import alive
 from heptad.recompute.policy import chosen
 from heptad.recompute.sizes import Dispatched, Sizes
 from heptad.schedule.action import Action, Kind
-from heptad.schedule.executor import _Step
+from heptad.schedule.compute import Step
 from heptad.units import BYTES_PER_ELEMENT
 
 SIZES = dict(layers=2, width=10, heads=4, kv_heads=2, head_dim=6, mlp_width=23, vocab=37, max_positions=7)
@@ -143,14 +143,14 @@ def _step_bytes(rank: int, job: Job, documents: bool) -> Found:
     routing = _routing(parallel, batches) if job.model.experts is not None else [{}] * number
     wanted = predicted(parallel, [Sizes.of(job, documents, index=coords["tp"], routing=one) for one in routing])
     meter = Watch(inputs_of(parallel, *batches))
-    before, actions, seen, compute = meter.current_bytes(), [], [], _Step.compute
+    before, actions, seen, compute = meter.current_bytes(), [], [], Step.compute
 
-    def sampled(step: _Step, action: Action) -> None:
+    def sampled(step: Step, action: Action) -> None:
         compute(step, action)
         actions.append(str(action))
         seen.append(settled(meter, before, wanted[len(seen)]) if seen == wanted[: len(seen)] else -1)
 
-    with mock.patch.object(_Step, "compute", sampled), meter:
+    with mock.patch.object(Step, "compute", sampled), meter:
         run(parallel, batches)
     return Found(actions, seen, wanted)
 
@@ -245,7 +245,7 @@ def saved_bytes(rank: int, job: Job, documents: bool, unit: int) -> int:
         saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    step = _Step(parallel.executor, (), [batch], lambda _: 1.0, False, None)
+    step = Step(parallel.executor, (), [batch], lambda _: 1.0, False, None)
     for at in range(unit + 1):
         saved.clear()
         with saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -192,5 +192,5 @@ def apply(job: Job, rank: int, device: torch.device, model: Model | None = None)
         drop_parts(model, keeps_scores(job.model, job.layout), chosen("selective", job.recompute.layers, kinds))
     backward_from = next((i for i, use in enumerate(engine.uses) if use.backward), len(engine.uses))
     mover = Mover(model, device) if job.offload.activations == "cpu" else None
-    executor = Executor(model, engine, backward_from, recompute, rank, mesh.ledger, mover, transport)
+    executor = Executor(model, engine, backward_from, rank, mesh.ledger, recompute, mover, transport)
     return Parallel(job, mesh, model, policy, engine, executor, recompute, stages, transport)

@@ -90,7 +90,7 @@ class Mover:
         self.bytes_out = self.bytes_back = 0
 
     def packing(self, key: Key, inputs: Tensor | None, batch: Batch) -> AbstractContextManager[object]:
-        """See `schedule.executor.Mover`."""
+        """See `schedule.compute.Mover`."""
         kept = self._begin(key, inputs, batch)
 
         def pack(tensor: Tensor) -> Tensor | _Packed:
@@ -99,27 +99,27 @@ class Mover:
         return saved_tensors_hooks(pack, _unpack)
 
     def stow(self, key: Key, tape: Tape) -> None:
-        """See `schedule.executor.Mover`."""
+        """See `schedule.compute.Mover`."""
         kept = self._kept[key]
         kept.tape = tape
         kept.taped = [tuple(self._pack(tensor, kept) for tensor in saved) for _, saved, _ in tape.taps]
         tape.taps = [(module, (), probes) for module, _, probes in tape.taps]
 
     def keep(self, key: Key, inputs: Tensor, batch: Batch) -> None:
-        """See `schedule.executor.Mover`."""
+        """See `schedule.compute.Mover`."""
         kept = self._begin(key, inputs, batch)
         if isinstance(self._pack(inputs, kept), Tensor):
             kept.leaf = None  # its bytes stay, and so does it
 
     def forget(self, key: Key) -> None:
-        """See `schedule.executor.Mover`."""
+        """See `schedule.compute.Mover`."""
         kept = self._kept.pop(key)
         if kept.tape is not None:
             taps = zip(kept.tape.taps, kept.taped, strict=True)
             kept.tape.taps = [(module, tuple(map(_unpack, saved)), probes) for (module, _, probes), saved in taps]
 
     def act(self, action: Action) -> None:
-        """See `schedule.executor.Mover`."""
+        """See `schedule.compute.Mover`."""
         kept = self._kept[action.index, action.microbatch]
         match action.kind:
             case Kind.OUT:

@@ -14,7 +14,7 @@ from heptad.axes.pipeline.generate import GENERATORS, claimed_live
 from heptad.axes.program import microbatches_of
 from heptad.config.schema import Job
 from heptad.launch.forked import forked
-from heptad.schedule import executor as executor_module
+from heptad.schedule import compute as compute_module
 from heptad.schedule.action import Action, Kind
 from heptad.schedule.pipeline import peak_live, singles
 from heptad.train.step import Trainer
@@ -38,7 +38,7 @@ def jobs_of(pp: int, params: str = "fp64") -> list[Job]:
 
 def live(rank: int, jobs: list[Job]) -> list[int]:
     """Per job, the most (stage, micro-batch) of which this rank held something for a backward."""
-    compute = executor_module._Step.compute
+    compute = compute_module.Step.compute
     peaks = []
     for job in jobs:
         trainer = Trainer(job, rank, torch.device("cpu"))
@@ -50,9 +50,9 @@ def live(rank: int, jobs: list[Job]) -> list[int]:
             compute(step, action)
             counts.append(len({(stages.stage_of(unit), microbatch) for unit, microbatch in step.runs}))
 
-        executor_module._Step.compute = counted  # type: ignore[method-assign]
+        compute_module.Step.compute = counted  # type: ignore[method-assign]
         trainer.step(1, tiny_batches(job, 0, 1, 1))
-        executor_module._Step.compute = compute  # type: ignore[method-assign]
+        compute_module.Step.compute = compute  # type: ignore[method-assign]
         assert peak_live(stages.schedule)[rank] == max(counts), (job.layout.schedule, rank)
         peaks.append(max(counts))
     return peaks

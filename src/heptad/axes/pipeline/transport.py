@@ -9,7 +9,6 @@ ends. Read next: `schedule/expand.py` (when), `mesh/collectives.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +16,8 @@ from torch import Tensor
 from heptad.mesh.collectives import Group, Work, recv, send
 from heptad.models.batch import Batch
 from heptad.schedule.action import Action, Kind, UnitUse
+from heptad.schedule.compute import Step
 from heptad.schedule.expand import Stages
-
-
-class Boundaries(Protocol):
-    """Tensors between units that the executor has, by (unit, micro-batch), and what micro-batches look like."""
-
-    batches: list[Batch]
-    boundaries: dict[tuple[int, int], Tensor]
-    grads: dict[tuple[int, int], Tensor]
 
 
 class Transport:
@@ -45,7 +37,7 @@ class Transport:
         self.shape_of, self.dtype, self.device = shape_of, dtype, device
         self._under_way: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}
 
-    def act(self, action: Action, at: Boundaries) -> None:
+    def act(self, action: Action, at: Step) -> None:
         """Run one action of `schedule.action.TRANSPORT`."""
         unit, microbatch = action.index, action.microbatch
         match action.kind:
@@ -83,7 +75,7 @@ class Transport:
         work = send(tensor, peer, group, group.ledger.phase, tag)
         self._under_way[action.kind, action.index, action.microbatch] = work, tensor
 
-    def _receive(self, action: Action, at: Boundaries, group: Group, from_unit: int) -> None:
+    def _receive(self, action: Action, at: Step, group: Group, from_unit: int) -> None:
         peer, tag = self._peer(from_unit, action.microbatch), self._tag(min(action.index, from_unit), action.microbatch)
         tensor = torch.empty(self.shape_of(at.batches[action.microbatch]), dtype=self.dtype, device=self.device)
         work = recv(tensor, peer, group, tag)
