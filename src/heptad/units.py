@@ -9,7 +9,6 @@ from __future__ import annotations
 BYTES_PER_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int8": 1}
 
 MB = 1_000_000
-GB = 1_000_000_000
 
 
 def sent_bytes(op: str, full_bytes: int, num_ranks: int) -> int:

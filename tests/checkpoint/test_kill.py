@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 from tests.checkpoint.ranks import Unsynced, assert_holds, save_all
 
-from heptad.checkpoint.find import latest, scan
+from heptad.checkpoint.find import scan
 
 T = TypeVar("T")
 
@@ -64,8 +64,9 @@ def test_c_061_c_062_c_070_killed_at_every_file_operation(tmp_path: Path, world:
         root = tmp_path / f"at-{kill_at}"
         shutil.copytree(start, root)
         killed = killed_save(root, kill_at, 4, world, keep)
-        entry = latest(root, "a")
-        assert entry is not None, f"no checkpoint left after a kill at operation {kill_at}"
+        entries = scan(root).of_run("a")
+        assert entries, f"no checkpoint left after a kill at operation {kill_at}"
+        entry = entries[-1]
         assert_holds(entry.path, entry.step)
         for other in scan(root).entries:
             assert_holds(other.path, other.step)

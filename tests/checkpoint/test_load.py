@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.checkpoint.ranks import SHAPES, assert_holds, save_all
 
-from heptad.checkpoint.find import latest, resume
+from heptad.checkpoint.find import resume, scan
 from heptad.checkpoint.form import FORMAT, CheckpointError
 from heptad.checkpoint.read import Reader
 from heptad.mesh.piece import Piece
@@ -141,9 +141,7 @@ def test_foreign_and_unfinished_directories_are_not_chosen_and_are_said(tmp_path
     save_all(tmp_path, 1000, run="b")
     (tmp_path / "step-00000009.tmp-a").mkdir()
     (tmp_path / "step-00000011").mkdir()  # no marker: a deletion by hand that was cut short
-    entry = latest(tmp_path, "a")
-    assert entry is not None and entry.step == 3
-    newest = latest(tmp_path)
-    assert newest is not None and newest.step == 1000
+    assert [entry.step for entry in scan(tmp_path).of_run("a")][-1] == 3
+    assert [entry.step for entry in scan(tmp_path).of_run(None)][-1] == 1000
     notes = "\n".join(resume(tmp_path, "a", "auto").notes)
     assert "step-00000009.tmp-a" in notes and "also holds checkpoints of b" in notes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.ranks import assert_holds, save_all
 
-from heptad.checkpoint.find import latest, scan
+from heptad.checkpoint.find import scan
 from heptad.checkpoint.form import CheckpointError
 
 
@@ -62,8 +62,8 @@ def test_later_steps_of_an_abandoned_past_are_set_aside_not_chosen(tmp_path: Pat
     save_all(tmp_path, 5)
     save_all(tmp_path, 10)
     saved = save_all(tmp_path, 6, keep=1)  # the run went on from step 5 by hand
-    entry = latest(tmp_path, "a")
-    assert entry is not None and entry.step == 6 and [path.name for path in saved.removed] == ["step-00000005"]
+    entry = scan(tmp_path).of_run("a")[-1]
+    assert entry.step == 6 and [path.name for path in saved.removed] == ["step-00000005"]
     assert "set aside: step-00000010" in saved.notes[0] and (tmp_path / "step-00000010.aside-a").is_dir()
 
 

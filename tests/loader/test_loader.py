@@ -91,7 +91,7 @@ def test_any_layout_and_any_resume_reads_the_same_stream(
         if step == cut:
             state = json.loads(json.dumps(ranks[0].state(step), sort_keys=True))
             assert all(json.dumps(rank.state(step)) == json.dumps(ranks[0].state(step)) for rank in ranks)
-            ranks = [Loader.from_state(state, settings_, rank, data_ranks, store) for rank in range(data_ranks)]
+            ranks = [Loader(settings_, rank, data_ranks, store, state) for rank in range(data_ranks)]
         read = [micro for rank in ranks for micro in rank.step(step)]
         assert torch.equal(torch.cat([b.ids for b in read]), torch.cat([b.ids for b in alone.step(step)]))
         assert torch.equal(torch.cat([b.index for b in read]), torch.cat([b.index for b in alone.step(step)]))

@@ -211,6 +211,5 @@ def test_interleaved_rounds_longer_than_p_need_more_than_one_message_a_channel()
         simulate(schedule, Times.uniform(8), sends=SendMode.RENDEZVOUS)
 
 
-def test_links_of_bytes() -> None:
-    assert Links.of_bytes([100, 200], 50.0, 0.5) == Links((2.0, 4.0), 0.5)
+def test_links_that_take_no_time() -> None:
     assert Links.uniform(3).free and not Links.uniform(3, 0, 1e-6).free

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.tiny import tiny_job
 
-from heptad.checkpoint.find import latest
+from heptad.checkpoint.find import scan
 from heptad.config.schema import Job
 from heptad.launch.forked import RankFailed, forked
 from heptad.loader.loader import Loader
@@ -119,8 +119,8 @@ def test_c_036_a_checkpoint_of_parted_replicas_is_refused_and_nothing_is_written
     job = tiny_job(tp=2, zero=0, dp_shard=1)
     job = job.model_copy(update={"log": job.log.model_copy(update={"dir": str(tmp_path), "name": "run"})})
     forked(2, save, job, False)
-    kept = latest(tmp_path / "run" / "checkpoints")
-    assert kept is not None and kept.step == 1
+    (kept,) = scan(tmp_path / "run" / "checkpoints").of_run(None)
+    assert kept.step == 1
     shutil.rmtree(kept.path)
     with pytest.raises(RankFailed, match=r"Disagreement: replicas of head\.norm\.weight differ"):
         forked(2, save, job, True)

@@ -77,7 +77,7 @@ class Parallel:
         return step_program(self.job, self.engine.uses, microbatches, self.recompute, train, self.stages, place)
 
 
-def wanted_groups(zero: int, families: Sequence[Family] = ("dense",)) -> list[tuple[str, ...]]:
+def wanted_groups(zero: int, families: Sequence[Family]) -> list[tuple[str, ...]]:
     """Axes a job needs groups along."""
     kinds = (shard_axes, replica_axes, holder_axes, matrix_axes)
     of_family = [axes(zero, family) for family in families for axes in kinds]

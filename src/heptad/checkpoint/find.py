@@ -66,12 +66,6 @@ def scan(root: Path) -> Scan:
     return Scan(tuple(sorted(entries, key=lambda entry: (entry.step, entry.ordinal))), tuple(leftovers))
 
 
-def latest(root: Path | str, run: str | None = None) -> Entry | None:
-    """The newest committed checkpoint of `run` (None: of any run). Raises CheckpointError for an unreadable marker."""
-    entries = scan(Path(root)).of_run(run)
-    return entries[-1] if entries else None
-
-
 def resume(root: Path | str, run: str, mode: Literal["auto", "must", "never"]) -> Resume:
     """What `checkpoint.resume` asks for.
 

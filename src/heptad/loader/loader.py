@@ -67,13 +67,6 @@ class Loader:
             )
         self.order = GlobalOrder(shares, job.data.seed, job.data.shuffle, self.progress.origin)
 
-    @classmethod
-    def from_state(
-        cls, state: Mapping[str, Any], job: Job, data_rank: int, data_ranks: int, tokens: PreparedData | None = None
-    ) -> Loader:
-        """The loader of a resumed run, on any number of data ranks; `progress.notes` says what changed."""
-        return cls(job, data_rank, data_ranks, tokens, state)
-
     @property
     def vocab(self) -> int:
         """Rows of the model's embedding; every id lies below."""

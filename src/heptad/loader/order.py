@@ -73,7 +73,7 @@ def _mixed(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def epoch_order(reads: Ints, size: int, key: str, shuffle: bool = True) -> Ints:
+def epoch_order(reads: Ints, size: int, key: str, shuffle: bool) -> Ints:
     """Sample ids of a source's reads number `reads` [n]: position k % size of epoch k // size, reshuffled per epoch."""
     assert size > 0
     epochs, positions = reads // size, reads % size

@@ -82,8 +82,3 @@ class Links:
     def uniform(cls, num_stages: int, transfer_s: float = 0.0, latency_s: float = 0.0) -> Links:
         """The same for every boundary."""
         return cls((transfer_s,) * (num_stages - 1), latency_s)
-
-    @classmethod
-    def of_bytes(cls, num_bytes: Sequence[int], bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> Links:
-        """`num_bytes[s]`: bytes of the activations between stages s and s + 1; their gradient has as many."""
-        return cls(tuple(count / bandwidth_bytes_per_s for count in num_bytes), latency_s)

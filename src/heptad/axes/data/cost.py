@@ -145,9 +145,7 @@ def _repeat(op: str, axis: tuple[str, int], phase: str, full_bytes: int, count: 
     return Transfer(op, axis[0], phase, count * sent_bytes(op, full_bytes, axis[1]), count)
 
 
-def gathers(
-    uses: Sequence[UnitUse], bucket: int, zero: int, microbatches: int, recompute: Segments = ()
-) -> tuple[int, int]:
+def gathers(uses: Sequence[UnitUse], bucket: int, zero: int, microbatches: int, recompute: Segments) -> tuple[int, int]:
     """How often a bucket is gathered in the forward and in the backward of a step.
 
     Stages 1, 2: once. Stage 3: once for each stretch of neighbouring units that read it, each way; the stretch that
@@ -211,14 +209,6 @@ def memory(
         if bucket.trainable:
             kinds["grads"] += (bucket.numel if zero < 2 else shard) * reduce_bytes
     return kinds
-
-
-def largest_transient(buckets: Sequence[BucketSpec], param_bytes: int, reduce_bytes: int) -> dict[str, int]:
-    """Bytes of the largest bucket gathered and open for gradients (stage 3)."""
-    return {
-        "gathered": max(bucket.numel for bucket in buckets) * param_bytes,
-        "open_grads": max((bucket.numel for bucket in buckets if bucket.trainable), default=0) * reduce_bytes,
-    }
 
 
 def axis_sizes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, int]:

@@ -51,9 +51,9 @@ class Shard:
         assert self.grad is not None, f"{self.spec.name} is frozen"
         return self.grad
 
-    def piece(self, tensor: Tensor, prefix: str = "") -> Piece:
+    def piece(self, tensor: Tensor) -> Piece:
         """`tensor` (of this shard's range) as a piece named after the parameter."""
-        return Piece(prefix + self.spec.name, self.spec.shape, self.start, self.stop, tensor)
+        return Piece(self.spec.name, self.spec.shape, self.start, self.stop, tensor)
 
 
 @dataclass(frozen=True, slots=True)

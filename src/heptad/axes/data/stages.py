@@ -10,7 +10,7 @@ from heptad.models.cut import FAMILIES, Family
 from heptad.schedule.lower import DataRule
 
 
-def shard_axes(zero: int, family: Family = "dense") -> tuple[str, ...]:
+def shard_axes(zero: int, family: Family) -> tuple[str, ...]:
     """Axes over which a bucket of `family` is cut. Stage 0 cuts nothing.
 
     The context ranks are data ranks for dense parameters; for experts so are all that `ep` and `etp` leave.
