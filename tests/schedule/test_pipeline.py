@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedule.messages import Entry, Receive, Send, check_messages, messages, with_messages
 
 from heptad.schedule.action import Kind
 from heptad.schedule.pipeline import (
@@ -23,7 +24,6 @@ from heptad.schedule.pipeline import (
     singles,
 )
 from heptad.schedule.pipeline_check import BrokenSchedule, check_schedule
-from heptad.schedule.pipeline_messages import Entry, Receive, Send, check_messages, messages, with_messages
 from heptad.schedule.slots import grid
 
 GOOD = "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"

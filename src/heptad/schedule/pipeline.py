@@ -5,7 +5,7 @@ micro-batch 0, `5B0` its whole backward, `1I3` and `1W3` the two halves of one, 
 micro-batch's communication runs under the other's computation. Which rank holds a stage follows from the lines
 (`placement`); in DualPipe two ranks hold each, one for each direction, and the second direction's micro-batches count
 from M/2. Units, buckets, sends and the data stages' gathers come later, by lowering. Read next: `pipeline_check.py`
-(what is proven), `pipeline_messages.py` (sends and receives), `axes/pipeline/generate.py`.
+(what is proven), `expand.py` (units, sends, receives), `axes/pipeline/generate.py`.
 """
 
 from __future__ import annotations

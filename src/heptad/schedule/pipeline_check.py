@@ -8,9 +8,9 @@ micro-batches alive than claimed. A pair is one block: it needs both inputs befo
 holds where its forward starts earlier. A schedule without a backward is an evaluation.
 
 No rank waiting for ever is enough for blocking, unbuffered sends as well: with each receive placed where its send
-happens (`pipeline_messages.py`, which proves that by running it), all ranks follow one order of all actions, and the
-first action of that order that has not run can always run. Source: a run of the schedule in unit slots (`slots.py`).
-Read next: `slots.py`, `pipeline_messages.py`, `axes/pipeline/generate.py`.
+happens, all ranks follow one order of all actions, and the first action of that order that has not run can always run
+(tests run every generated schedule that way, `tests/schedule/messages.py`). Source: a run in unit slots (`slots.py`).
+Read next: `slots.py`, `axes/pipeline/generate.py`.
 """
 
 from __future__ import annotations

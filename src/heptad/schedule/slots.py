@@ -2,7 +2,7 @@
 
 `Run` lets every rank go on as soon as its next action may; about 1 µs an action. `grid` writes such a run as text,
 ranks by slots, for the messages of a schedule that is refused. Real times are the simulator's (`simulate/pipeline.py`).
-Read next: `pipeline_check.py` (what is proven with it), `pipeline_messages.py`.
+Read next: `pipeline_check.py` (what is proven with it).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.axes.pipeline.legal import Case, cases, small
+from tests.schedule.messages import check_messages, with_messages
 
 from heptad.axes.pipeline.formulas import FORMULAS, Chunk
 from heptad.axes.pipeline.generate import GENERATORS, claimed_live, generate
@@ -15,7 +16,6 @@ from heptad.axes.pipeline.generators.pipedream import versions
 from heptad.schedule.action import Kind
 from heptad.schedule.pipeline import format_schedule, parse_schedule, peak_live, placement, singles
 from heptad.schedule.pipeline_check import check_schedule
-from heptad.schedule.pipeline_messages import check_messages, with_messages
 from heptad.simulate.pipeline import PairMode, simulate
 from heptad.simulate.times import Times
 

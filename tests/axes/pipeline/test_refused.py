@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.schedule.messages import messages
 
 from heptad.axes.pipeline.generate import GENERATORS, claimed_live, generate, problems
 from heptad.errors import ConfigError
 from heptad.schedule.pipeline import format_schedule, placement, singles
 from heptad.schedule.pipeline_check import check_schedule
-from heptad.schedule.pipeline_messages import messages
 
 Snapshot = Callable[[str, str], None]
 
@@ -131,7 +131,7 @@ def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, text: str, says
 
 
 def test_nothing_of_it_needs_torch() -> None:
-    modules = ("axes.pipeline.generate", "schedule.pipeline_check", "schedule.pipeline_messages")
+    modules = ("axes.pipeline.generate", "schedule.pipeline_check", "schedule.slots")
     load = "; ".join(f"import heptad.{module}" for module in modules)
     subprocess.run([sys.executable, "-c", f"{load}; import sys; assert 'torch' not in sys.modules"], check=True)
 

@@ -8,7 +8,7 @@ those of `Run`, so all lines follow one order of everything that happens (a mess
 ends, an action in the slot in which it starts, messages first). That is why blocking, unbuffered sends cannot hang:
 the first thing in that order that has not happened can always happen. And the messages of a channel (a pair of ranks
 and a direction) are received in the order in which they are sent. `check_messages` proves both for lines made
-anywhere, by running them. Read next: `pipeline_check.py`.
+anywhere, by running them: the independent proof that tests hold against `heptad/schedule/pipeline_check.py`.
 """
 
 from __future__ import annotations
