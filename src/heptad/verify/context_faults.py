@@ -46,10 +46,6 @@ def _permuted(job: Job) -> bool:
     return cuts_for_balance(job.layout) and job.layout.context_split == "zigzag"
 
 
-def _filled_up(job: Job) -> bool:
-    return job.data.seq_len % job.layout.cp > 0
-
-
 def _hops(job: Job) -> bool:
     return job.layout.context != "gather" and degrees(job.layout)[0] > 1
 
