@@ -105,6 +105,23 @@ def split_backward(
     return x.detach(), sink
 
 
+def taped_without_weights(block: nn.Module, x: Tensor, batch: Batch) -> tuple[Tape, Tensor]:
+    """The tape and the output of a block's forward, of which neither autograd nor the tape has saved a weight."""
+    tape, saved = Tape(), list[int]()
+    for module in tapped_modules(block):
+        module.tape = tape
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x, batch)
+    kept = {tensor.untyped_storage().data_ptr() for _, tensors, _ in tape.taps for tensor in tensors}
+    assert saved and {param.untyped_storage().data_ptr() for param in block.parameters()}.isdisjoint(kept.union(saved))
+    return tape, y
+
+
 def plain_backward(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Gradients of ordinary autograd by name; None-gradients are left out."""
     model.zero_grad()

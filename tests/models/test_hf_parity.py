@@ -185,13 +185,16 @@ def test_logits_equal(name: str, std: float) -> None:
         assert (got - theirs(batch.ids).logits).abs().max() <= 1e-10
 
 
+def assert_names_cover(section: ModelSection, theirs: nn.Module, ours: Decoder) -> None:
+    """Every tensor of theirs has a parameter of ours and comes back as it was."""
+    state, back = theirs.state_dict(), to_hf(section, dict(ours.named_parameters()))
+    tied = {"lm_head.weight"} if section.tied else set()
+    assert set(back) | tied == {key for key, _ in theirs.named_parameters()} | tied
+    assert all(torch.equal(value, state[key]) for key, value in back.items())
+    assert set(names(section)) == {key for key, _ in ours.named_parameters()}
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_names_cover_every_tensor_and_return(name: str) -> None:
     theirs = theirs_of(name)
-    state = theirs.state_dict()
-    ours = ours_of(name, state)
-    back = to_hf(SECTIONS[name], dict(ours.named_parameters()))
-    tied = {"lm_head.weight"} if SECTIONS[name].tied else set()
-    assert set(back) | tied == {key for key, _ in theirs.named_parameters()} | tied
-    assert all(torch.equal(value, state[key]) for key, value in back.items())
-    assert set(names(SECTIONS[name])) == {key for key, _ in ours.named_parameters()}
+    assert_names_cover(SECTIONS[name], theirs, ours_of(name, theirs.state_dict()))

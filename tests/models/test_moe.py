@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.helpers import DictSink, packed, plain_backward, split_backward, worst
+from tests.models.helpers import DictSink, packed, plain_backward, split_backward, taped_without_weights, worst
 from tests.models.moe import DEEPSEEK, LOSSES, SOFTMAX, filled, router_of, rows_of, tokens_of
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heptad.config.schema import ModelSection
 from heptad.models.batch import IGNORED, Batch
-from heptad.models.build import loose_params, tapped_modules
+from heptad.models.build import loose_params
 from heptad.models.decoder import Decoder, loss_sum
 from heptad.models.experts import Experts
 from heptad.models.grouped import add_outer_, grouped
@@ -76,20 +75,7 @@ def test_no_weight_is_saved_and_w_reads_none() -> None:
     block = model.blocks[1]
     x = torch.randn(1, 13, 28, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(block(x, batch).sum(), [x])[0]
-    tape = Tape()
-    for module in tapped_modules(block):
-        module.tape = tape
-    saved: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(x, batch)
-    addresses = {param.untyped_storage().data_ptr() for param in block.parameters()}
-    assert not addresses & set(saved)
-    assert not addresses & {t.untyped_storage().data_ptr() for _, kept, _ in tape.taps for t in kept}
+    tape, y = taped_without_weights(block, x, batch)
     dx, *dys = torch.autograd.grad(y.sum(), [x, *tape.probes()])
     assert (dx - expected).abs().max() <= 1e-12
     for param in block.parameters():

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_hf_parity import _Wide, batch_of, replace_fp32_casts
+from tests.models.test_hf_parity import _Wide, assert_names_cover, batch_of, replace_fp32_casts
 from torch import Tensor, nn
 
 from heptad.config.schema import ModelSection, RopeScaling
 from heptad.models.decoder import Decoder
-from heptad.models.hf import bias_names, from_hf, names, to_hf
+from heptad.models.hf import bias_names, from_hf, names
 from heptad.models.router import routers
 
 MIXTRAL = ModelSection(
@@ -157,11 +157,7 @@ def test_logits_equal(name: str) -> None:
 def test_names_cover_every_tensor_and_return(name: str) -> None:
     theirs = theirs_of(name)
     state = theirs.state_dict()
-    ours = ours_of(name, state)
-    back = to_hf(SECTIONS[name], dict(ours.named_parameters()))
-    assert set(back) == {key for key, _ in theirs.named_parameters()}
-    assert all(torch.equal(value, state[key]) for key, value in back.items())
-    assert set(names(SECTIONS[name])) == {key for key, _ in ours.named_parameters()}
+    assert_names_cover(SECTIONS[name], theirs, ours_of(name, state))
     biases = {key for key in state if key.endswith("e_score_correction_bias")}
     assert biases == (set(bias_names(SECTIONS[name]).values()) if biases else set())
 

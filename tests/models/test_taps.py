@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.helpers import GPT, LLAMA, QWEN, DictSink, packed, plain_backward, split_backward, worst
+from tests.models.helpers import (
+    GPT,
+    LLAMA,
+    QWEN,
+    DictSink,
+    packed,
+    plain_backward,
+    split_backward,
+    taped_without_weights,
+    worst,
+)
 from torch import Tensor, nn
 
 from heptad.config.schema import ModelSection
 from heptad.models.batch import Batch
-from heptad.models.build import Model, loose_params, tapped_modules, wrap
+from heptad.models.build import Model, loose_params, wrap
 from heptad.models.columns import Columns
 from heptad.models.decoder import Decoder, loss_sum
 from heptad.models.taps import Tape
@@ -50,17 +60,7 @@ def test_a_weight_is_read_when_the_backward_runs_and_never_saved() -> None:
     batch, block = packed([[9, 4]]), model.blocks[0]
     x = torch.randn(1, 13, 28, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(block(x, batch).sum(), [x])[0]
-    tape = Tape()
-    for module in tapped_modules(block):
-        module.tape = tape
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: (saved.append(t.untyped_storage().data_ptr()), t)[1], lambda t: t
-    ):
-        y = block(x, batch)
-    addresses = {param.untyped_storage().data_ptr() for param in block.parameters()}
-    assert not addresses & set(saved)
-    assert not addresses & {t.untyped_storage().data_ptr() for _, kept, _ in tape.taps for t in kept}
+    tape, y = taped_without_weights(block, x, batch)
     copies = {name: param.detach().clone() for name, param in block.named_parameters()}
     sizes = {name: param.untyped_storage().size() for name, param in block.named_parameters()}
     for param in block.parameters():
