@@ -183,3 +183,10 @@ def test_the_readme_has_a_line_for_every_folder() -> None:
     folders = sorted(path.parent.name for path in (ROOT / "src/heptad").glob("*/__init__.py"))
     assert [name for name in folders if f"`{name}/`" not in text] == []
     assert len(text.splitlines()) <= 150
+
+
+def test_the_page_of_cases_has_those_that_are_named() -> None:
+    named = re.compile(r"\bC-(\d{3})\b|test_c_(\d{3})")
+    files = [path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    cited = {a or b for path in files if path != Path(__file__) for a, b in named.findall(path.read_text("utf-8"))}
+    assert cited == {a for a, _ in named.findall((DOCS / "cases.md").read_text("utf-8").partition("\n## ")[2])}
