@@ -7,7 +7,7 @@ own. There is one baton: which of the two runs never depends on time, so the ord
 included, is that of the program and the same on every rank, and results are bit-equal to running one after the other.
 
 Outside of a pair `give` does nothing. Cost: a handover between threads a `give`, some 30 µs, and 0.1 ms for a thread.
-Read next: `schedule/executor.py` (who pairs), `axes/expert/dispatch.py` (who gives).
+Read next: `schedule/in_turns.py` (who pairs), `axes/expert/transfer.py` (who gives).
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ or behind the row, predict nothing and are sent to no expert. Of a batch that is
 on lie elsewhere, so the whole rows were shifted before they were cut (`Batch.further`). Evaluation and text use the
 main prediction alone.
 
+Cost of a depth, for each token forward: 4·D² FLOPs of the joining linear, a block, a pass of the head; it sends what
+block and head send.
 Source: DeepSeek-V3, arXiv 2412.19437, §2.2 (Gloeckle et al., arXiv 2404.19737). Read next: `decoder.py` (`Head`).
 """
 

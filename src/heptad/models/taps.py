@@ -8,7 +8,8 @@ straight into the bucket's gradient buffer: it needs no gathered weight, and the
 When B runs both at once, a tape with a sink does the same without probes: W of a module follows its dy at once.
 
 Without a tape the module is the plain torch module, which is what the reference run of `verify` uses.
-Source of the split: zero bubble pipelines, Qi et al., arXiv 2401.10241, §2. Read next: `schedule/executor.py`.
+Source of the split: zero bubble pipelines, Qi et al., arXiv 2401.10241, §2. Read next: `layers.py`,
+`schedule/compute.py`.
 """
 
 from __future__ import annotations
