@@ -3,7 +3,7 @@
 Compute alone is the ring with each hop copied in place of sent, transfer alone its messages without its blocks, both
 on both nodes at once. No order of work is faster than the longer of the two. With two ranks not all of a message can
 hide: keys of the other rank travel while own blocks are computed, half of the work, and in the backward gradients
-travel under the second half of own blocks only. `predicted` says what these orders allow, from FIELD.md's volumes: it
+travel under the second half of own blocks only. `predicted` says what these orders allow, from the ring's volumes: it
 reaches compute alone where compute is 7/3 of transfer or more, and is 1.5 times the bound where both are equal.
 Read next: `attention.py`, `heptad/axes/context/ring.py`.
 """
@@ -71,7 +71,7 @@ def row(case: Case, runs: list[Times], limit: float | None) -> Row:
     compute, transfer = medians["compute"], medians["transfer"]
     least, num_bytes = predicted(compute, transfer), sent_bytes(case, 2)
     note = (
-        f"{case.length} tokens; compute {1e3 * compute:.0f} ms, transfer {1e3 * transfer:.0f} ms (by FIELD.md "
+        f"{case.length} tokens; compute {1e3 * compute:.0f} ms, transfer {1e3 * transfer:.0f} ms (by formula "
         f"{num_bytes / 1e6:.2f} MB, {8e3 * num_bytes / BITS_PER_S:.0f} ms); a ring of two that hides all it can takes "
         f"{1e3 * least:.0f} ms, {least / max(compute, transfer):.2f} of the bound"
     )

@@ -12,7 +12,7 @@ MB = 1_000_000
 
 
 def sent_bytes(op: str, full_bytes: int, num_ranks: int) -> int:
-    """Bytes one rank sends for `op` over `num_ranks` ranks, `full_bytes` being the full buffer (FIELD.md, ring).
+    """Bytes one rank sends for `op` over `num_ranks` ranks, `full_bytes` being the full buffer, by a ring.
 
     all_reduce 2(N-1)/N·S, reduce_scatter, all_gather and all_to_all (N-1)/N·S, broadcast and send S; rounded down to
     whole bytes; 0 on one rank (a send to another rank always has two ends).

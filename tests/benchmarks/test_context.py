@@ -102,7 +102,7 @@ def test_messages_alone_send_what_the_ring_sends_and_compute_alone_nothing() -> 
 def test_a_ring_beside_its_bounds_gives_a_row_with_the_prediction() -> None:
     runs = launch(2, ringlink.against_bounds, Case(64), 2)[:1]
     row = ringlink.row(Case(64), runs, 1.10)
-    assert len(runs[0]["bound"]) == 2 and math.isfinite(row.value) and "by FIELD.md 0.02 MB" in row.note
+    assert len(runs[0]["bound"]) == 2 and math.isfinite(row.value) and "by formula 0.02 MB" in row.note
 
 
 def test_a_ring_of_two_hides_all_where_compute_is_seven_thirds_of_transfer() -> None:

@@ -64,7 +64,7 @@ def test_which_groups_cross_nodes() -> None:
 
 
 def test_deepseek_v3_carves_its_experts_from_the_dense_ranks() -> None:
-    """FIELD.md: 2048 = P16 × 128, EP 64 inside the 128: two copies of each expert."""
+    """arXiv 2412.19437: 2048 = P16 × 128, EP 64 inside the 128: two copies of each expert."""
     layout = Layout.of(LayoutSection(pp=16, dp_shard=128, ep=64))
     assert layout.world == 2048
     assert layout.expert_data_parallel == 2

@@ -6,8 +6,8 @@ a gather receives into slices of the full buffer and sends the shard (no staging
 a reduce-scatter is an all-to-all and a sum in rank order in at least fp32 (gloo's own sends all-reduce's bytes, and
 this one has the same bits on every run); a small all-reduce of two ranks is one exchange. A point-to-point message
 carries the collective's number in its group as tag, so two ranks that disagree on the order time out instead of mixing
-values. On NCCL the library's collectives are used. A send's buffer must stay untouched until `wait_sent()`. Source of
-the formulas: FIELD.md, `units.sent_bytes`. Read next: `ledger.py`, `axes/data/engine.py`.
+values. On NCCL the library's collectives are used. A send's buffer must stay untouched until `wait_sent()`. Formulas of
+what is sent: `units.sent_bytes`. Read next: `ledger.py`, `axes/data/engine.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Dense ranks: world = pp · dp_replicate · dp_shard · cp · tp. `order` names the axes outermost first: neighbours along
 the last axis are neighbouring ranks.
 
-Expert axes are carved from the same ranks: edp · ep · etp = dp_shard · cp · tp (FIELD.md). Of the ranks at one place of
+Expert axes are carved from the same ranks: edp · ep · etp = dp_shard · cp · tp. Of the ranks at one place of
 pp and dp_replicate, a *block*, the i-th by number is at i % etp of etp, i // etp % ep of ep, i // (etp · ep) of edp,
 whatever `order` says: an expert's parts lie on neighbouring ranks, which a node holds. A group lies along dense axes or
 along expert ones (and pp, dp_replicate, which both have), never along both.

@@ -6,7 +6,8 @@
 | auto on CPU | fp32 | fp32 | fp32 |
 | params = fp64 | fp64 | fp64 | fp64 |
 
-`reduce = "auto"` is the master's format. Bytes per parameter follow (FIELD.md, Model states). Read next: `policy.py`.
+`reduce = "auto"` is the master's format. Bytes per parameter follow (`axes/data/cost.py`, `optim/cost.py`).
+Read next: `policy.py`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from heptad.trace import Transfer
 @pytest.mark.parametrize(("dtype", "size", "wide"), [(torch.float64, 8, 8), (torch.bfloat16, 2, 4)])
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_sends_what_the_formula_says(degree: int, dtype: torch.dtype, size: int, wide: int, kv_heads: int) -> None:
-    """FIELD.md: (C-1) · 2·B·(L/C)·H_kv·d forward; backward the same and once more, gradients in at least fp32."""
+    """(C-1) · 2·B·(L/C)·H_kv·d forward; backward the same and once more, gradients in at least fp32."""
     case = Case(kv_heads=kv_heads, dtype=dtype)
     ((_, sent),) = on_all(dict(cp=degree), case)
     elements = (degree - 1) * 2 * len(case.rows) * -(-case.length // degree) * kv_heads * case.head_dim

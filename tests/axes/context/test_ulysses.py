@@ -37,7 +37,7 @@ def test_a_ranks_query_heads_find_their_kv_head(ranks: int, kv_heads: int) -> No
 @pytest.mark.parametrize(("kv_heads", "dealt"), [(12, 12), (4, 4), (1, 4), (3, 12)])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 8), (torch.bfloat16, 2)])
 def test_sends_what_the_formula_says(kv_heads: int, dealt: int, dtype: torch.dtype, size: int) -> None:
-    """FIELD.md: (C-1)/C · B·(L/C)·(2H + 2H_kv)·d forward, H_kv what is dealt; backward the same."""
+    """(C-1)/C · B·(L/C)·(2H + 2H_kv)·d forward, H_kv what is dealt; backward the same."""
     case = Case(kv_heads=kv_heads, dtype=dtype)
     ((_, sent),) = on_all(dict(cp=4, context="ulysses"), case)
     num_bytes = size * 3 * len(case.rows) * -(-case.length // 4) * (2 * 12 + 2 * dealt) * case.head_dim // 4

@@ -165,7 +165,7 @@ def test_between_forward_and_backward_only_the_turning_unit_is_full() -> None:
 
 
 def test_a_stage_three_step_of_phi_parameters_sends_three_phi_less_the_turn() -> None:
-    """The closed form of FIELD.md, on plain units: gather, gather, reduce-scatter; the last unit is gathered once."""
+    """The closed form, on plain units: gather, gather, reduce-scatter; the last unit is gathered once."""
     from heptad.axes.data.buckets import plan_buckets, unit_uses
     from heptad.models.spec import param_specs, unit_specs
 

@@ -27,7 +27,7 @@ def prove(case: Case) -> None:
     claim = claimed_live(*case)
     assert claim is not None
     check_schedule(schedule, claim)
-    assert peak_live(schedule) == claim == tuple(field(name, num_ranks, chunks, num_microbatches))
+    assert peak_live(schedule) == claim == tuple(published(name, num_ranks, chunks, num_microbatches))
     check_messages(with_messages(schedule))
     again = parse_schedule(format_schedule(schedule), name)
     assert (again.lines, again.num_stages, again.num_microbatches) == (
@@ -38,8 +38,8 @@ def prove(case: Case) -> None:
     assert placement(schedule) == holders(name, num_ranks, chunks)
 
 
-def field(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> list[int]:
-    """FIELD's chunks alive, written again, with the round m where it has P."""
+def published(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> list[int]:
+    """Chunks alive by the papers' formulas, written again, with the round m where interleaved 1F1B's has P."""
     p, v, m = num_ranks, chunks, num_microbatches
     longest = -(-m // max(1, m // p))
     each = {
@@ -54,7 +54,7 @@ def field(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> list
         "dualpipev": lambda r: 2 * p + 1,
     }[name]
     if name == "interleaved" and m % p == 0:
-        assert longest == p  # then it is FIELD's formula to the letter
+        assert longest == p  # then it is Megatron's formula to the letter
     return [each(rank) for rank in range(p)]
 
 

@@ -14,7 +14,7 @@ K″ is K where U divides it; else kv heads are sent as often as ranks need them
 K″ = H / gcd(H/K, H/U). Latent attention has K = H heads of nope + rope features, values padded.
 A ring of ranks that deal heads has K' = K″/U kv heads. A hop's buffer travels on, seen or not,
 so documents and windows change nothing here. A backward is all or nothing: it runs when a query, key or value has a
-gradient. Sources: FIELD.md; ring attention, arXiv 2310.01889; Ulysses, arXiv 2309.14509; all-gather, arXiv 2407.21783
+gradient. Sources: ring attention, arXiv 2310.01889; Ulysses, arXiv 2309.14509; all-gather, arXiv 2407.21783
 §3.3.2. Read next: `ring.py`, `ulysses.py`, `gather.py`, `account/traffic.py`.
 """
 

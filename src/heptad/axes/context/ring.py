@@ -11,8 +11,8 @@ term. Saved for the backward: q, keys and values of this rank, the output and it
 keys and values, four for gradients in the backward, one each for out and dq. A hop whose keys no local query sees is
 passed on without computing.
 
-Legend: R ring ranks, B rows, H query and K kv heads here, n tokens of a ring rank, d head_dim. Sent per rank
-(FIELD.md): (R-1)·2·B·n·K·d elements forward, twice that backward. Sources: ring attention, arXiv 2310.01889; zigzag
+Legend: R ring ranks, B rows, H query and K kv heads here, n tokens of a ring rank, d head_dim. Sent per rank:
+(R-1)·2·B·n·K·d elements forward, twice that backward. Sources: ring attention, arXiv 2310.01889; zigzag
 and the three verbs, ring-flash-attention. Read next: `local.py`, `merge.py`, `apply.py`.
 """
 

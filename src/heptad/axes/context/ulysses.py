@@ -7,7 +7,7 @@ owner of its tokens sums the gradients: a rank gets H/U / c kv heads, c = gcd(H/
 divisor of K that is K/U, and nothing is sent twice.
 
 Legend: B rows, H query and K kv heads before dealing (of a tensor rank), n tokens before (of a context rank).
-Sent per rank (FIELD.md): (U-1)/U · B·n·d·(2H + 2H/c) elements forward, as many backward. Source: DeepSpeed Ulysses,
+Sent per rank: (U-1)/U · B·n·d·(2H + 2H/c) elements forward, as many backward. Source: DeepSpeed Ulysses,
 arXiv 2309.14509; with a ring around it: arXiv 2405.07719. Read next: `ring.py`, `apply.py`.
 """
 

@@ -2,8 +2,8 @@
 
 `traffic` counts uses of buckets by formula, not by walking the program, so it can disagree with `schedule/lower.py`
 and with the ledger; tests and `verify` assert that it does not. Under a pipeline how often a bucket is gathered depends
-on the order of the schedule's actions, so there `program_traffic` walks the program. Sources: FIELD.md (ring formulas,
-bytes a parameter), ZeRO §5.
+on the order of the schedule's actions, so there `program_traffic` walks the program. Sources: ring formulas,
+`units.sent_bytes`; bytes a parameter, ZeRO, arXiv 1910.02054, §3 and §5.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
 S = B·L·D elements of the stream, of which a rank of a cut stream (sequence parallelism) sends its own ⌈B·L/T⌉ rows. The
 messages are counted here from the placement, not from a program, so a program that sends too much or too little shows
-where predicted and counted are compared. Sources: FIELD.md. Read next: `schedule/expand.py`, `transport.py`,
+where predicted and counted are compared. Read next: `schedule/expand.py`, `transport.py`,
 `account/traffic.py`.
 """
 

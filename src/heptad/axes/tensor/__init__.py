@@ -17,7 +17,7 @@ learned positions and shared kv heads, in one all-reduce a group. Overlap: a bac
 the input gradient, its reduction under the matmuls of the weight gradients.
 
 What it costs: 4·B·L·D elements a block each way times (T-1)/T, on the fastest link; it keeps B·L·D·(10 + 24/T) bytes a
-block in half precision (34/T with the cut stream, 4 + 30/T with `keep_gathered`): FIELD.md, `cost.py`.
+block in half precision (34/T with the cut stream, 4 + 30/T with `keep_gathered`): arXiv 2205.05198 §4, `cost.py`.
 
 Read next: `cost.py`, `apply.py`, `mesh/regions.py`, `models/parallel.py`, `models/loss.py`. Papers: Megatron-LM,
 arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.

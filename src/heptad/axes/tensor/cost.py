@@ -15,8 +15,8 @@ sends nothing. S = B·L·D elements of the stream (padded to a multiple of T whe
 
 Whole stream: "reduce" is an all-reduce and a gather sends nothing. Cut stream: a reduce-scatter and an all-gather, and
 routed experts, which see a rank's own tokens, send nothing here. A further prediction is a token table, a block and a
-head. Gradients that are only a part are summed after the step by the data axis's engine (`axes/data/cost.py`). Sources:
-FIELD.md, arXiv 2205.05198 §4.2. Read next: `mesh/regions.py`, `account/traffic.py`.
+head. Gradients that are only a part are summed after the step by the data axis's engine (`axes/data/cost.py`). Source:
+arXiv 2205.05198 §4.2. Read next: `mesh/regions.py`, `account/traffic.py`.
 """
 
 from __future__ import annotations
