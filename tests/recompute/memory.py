@@ -119,7 +119,7 @@ def predicted(parallel: Parallel, sizes: Sequence[Sizes]) -> list[int]:
     kinds = [unit.kind for unit in parallel.model.unit_specs]
     selective = chosen(section.mode, section.layers, kinds) if section.mode == "selective" else ()
     program, job = parallel.program(len(sizes)), parallel.job
-    versions = 0
+    versions = None
     if job.layout.schedule == "pipedream":
         element = BYTES_PER_ELEMENT[dtypes_of(job.precision, "cpu").params]
         versions = sum(bucket.spec.numel * element for bucket in parallel.engine.buckets if bucket.spec.trainable)

@@ -117,7 +117,7 @@ CONTEXT: dict[int, dict[str, Case]] = {
 
 
 @BOTH
-@pytest.mark.parametrize("ranks", CONTEXT)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_of_a_context_rank_too(ranks: int, other: bool) -> None:
     """Of 7 tokens the ranks fill up one, which is sent to no expert."""
     assert_predicted(ranks, CONTEXT[ranks], other)

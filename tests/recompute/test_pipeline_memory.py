@@ -126,12 +126,12 @@ def test_where_i_and_w_are_split_experts_latents_and_predictions_keep_what_w_rea
 
 
 def test_weights_kept_for_backwards_to_come_are_counted() -> None:
-    """Of 4 stages the first keeps three versions beside its newest, the last none; all else is as with a flush."""
+    """Of 3 stages the first keeps two versions beside its newest, the last none; all else is as with a flush."""
     stale, flushed = (
-        memory_job({**GPT, "layers": 4}, microbatches=6, pp=4, schedule=schedule) for schedule in ("pipedream", "1f1b")
+        memory_job({**GPT, "layers": 3}, microbatches=4, pp=3, schedule=schedule) for schedule in ("pipedream", "1f1b")
     )
     kept = []
-    for one, other in zip(forked(4, step_bytes, stale, False), forked(4, step_bytes, flushed, False), strict=True):
+    for one, other in zip(forked(3, step_bytes, stale, False), forked(3, step_bytes, flushed, False), strict=True):
         assert one.measured == one.predicted and other.measured == other.predicted and one.actions == other.actions
         kept.append(max(a - b for a, b in zip(one.measured, other.measured, strict=True)))
 
@@ -139,7 +139,7 @@ def test_weights_kept_for_backwards_to_come_are_counted() -> None:
         names = tuple(f"{unit}." for unit in units)
         return sum(-(-spec.numel // 8) * 8 * 4 for spec in param_specs(stale.model) if spec.name.startswith(names))
 
-    assert kept == [3 * version("embed", "blocks.0"), 2 * version("blocks.1"), version("blocks.2"), 0]
+    assert kept == [2 * version("embed", "blocks.0"), version("blocks.1"), 0]
 
 
 def test_of_a_llama_block_w_waits_with_more_than_i() -> None:

@@ -35,7 +35,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 @BOTH
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_alive_after_every_action_are_predicted(ranks: int, other: bool) -> None:
     assert_predicted(ranks, CASES[ranks], other)
 

@@ -33,6 +33,11 @@ def test_sides_that_run_in_turns_are_refused() -> None:
         alive(Sizes.of(job, False), parse_program("0F0 1F0 2F0 3F0 3B0 2B0 & 0F1 1B0"))
 
 
+def test_weights_that_are_kept_are_not_left_out() -> None:
+    with pytest.raises(AssertionError, match="the schedule keeps weights, and their bytes are not given"):
+        alive(Sizes.of(memory_job({}), False), parse_program("0F0 0K0 0V0 1F0"))
+
+
 def test_every_reason_is_in_one_message() -> None:
     job = memory_job(dict(frozen=("blocks.0.*",)))
     offload = job.offload.model_copy(update={"activations": "cpu"})

@@ -38,13 +38,13 @@ def alive(
     program: Iterable[Action],
     segments: Segments = (),
     selective: Collection[int] = (),
-    version_bytes: int = 0,
+    version_bytes: int | None = None,
 ) -> list[tuple[Action, int]]:
     """(action, bytes alive after it) of each compute action of a decoder on one rank.
 
     segments: units recomputed as `policy.segments` gives them; selective: units in mode "selective". `sizes`: of every
     micro-batch, or those of each. The last unit's output is counted until the end. version_bytes: of the stage's
-    trained weights, of which an asynchronous schedule keeps older versions. Raises ConfigError for pairs in turns.
+    trained weights, where an asynchronous schedule keeps older versions of them. Raises ConfigError for pairs in turns.
     """
     program, found = tuple(program), []
     if any(action.kind is Kind.PAIRED for action in program):
@@ -101,7 +101,7 @@ class _Walk:
         sizes: Sizes | Sequence[Sizes],
         segments: Segments,
         selective: frozenset[int],
-        version_bytes: int,
+        version_bytes: int | None,
     ) -> None:
         self.sizes, self.selective, self.version_bytes = sizes, selective, version_bytes
         self.segment = {unit: segment for segment in segments for unit in segment}
@@ -196,7 +196,10 @@ class _Walk:
 
     def now(self) -> int:
         """Bytes alive."""
-        total, graphs = self.outputs + len(set(self.versions.values())) * self.version_bytes, self.graphs.values()
+        total, graphs = self.outputs, self.graphs.values()
+        if self.versions:
+            assert self.version_bytes is not None, "the schedule keeps weights, and their bytes are not given"
+            total += len(set(self.versions.values())) * self.version_bytes
         for microbatch in (key[1] for key in (*self.boundaries, *self.grads, *(key for _, key in self.under_way))):
             total += self.of(microbatch).stream_bytes
         for place, tables in enumerate((self.rotary, self.masks)):
