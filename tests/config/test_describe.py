@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from heptad.account.parameters import active
 from heptad.config.describe import summary
 from heptad.config.load import load
 from heptad.models.resolve import derived, resolve
@@ -44,3 +45,6 @@ def test_a_line_says_what_a_rank_holds_of_the_experts() -> None:
     levels = shown("layout.dp_shard=4", "layout.ep=4", "layout.ep_inner=2")
     assert levels == "experts           ep 4 in nodes of 2: 2 of 8 a rank"
     assert shown("layout.dp_shard=4") == ""
+    job = resolve(load("debug-moe", ["model.preset=deepseek-v3"]))
+    lines = summary(job, derived(job) | {"active_parameters": active(job.model)}).splitlines()
+    assert "parameters        682,636,472,320 (683 B, 37.6 B active)" in lines

@@ -17,7 +17,8 @@ from heptad.units import human_count
 
 
 def summary(job: Job, figures: Mapping[str, int], *more: str) -> str:
-    """Lines for people; `figures` as `models.resolve.derived` gives them; `more`: lines before the changed options."""
+    """Lines for people; `figures` as `models.resolve.derived` gives them, of a mixture with "active_parameters" (those
+    of the main model that a token meets); `more`: lines before the changed options."""
     layout, train = job.layout, job.train
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
     how = [f"attention by {in_words(layout)}"] if layout.cp > 1 else []
@@ -33,7 +34,8 @@ def summary(job: Job, figures: Mapping[str, int], *more: str) -> str:
     if "parameters" in figures:
         total, trainable = figures["parameters"], figures["trainable_parameters"]
         frozen = f", {human_count(trainable)} trainable" if trainable != total else ""
-        lines.append(f"parameters        {total:,} ({human_count(total)}{frozen})")
+        met = f", {human_count(figures['active_parameters'])} active" if "active_parameters" in figures else ""
+        lines.append(f"parameters        {total:,} ({human_count(total)}{met}{frozen})")
     if layout.ep * layout.etp > 1:
         lines.append(f"experts           {_experts(job)}")
     if job.recompute.mode != "none":

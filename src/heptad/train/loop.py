@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from heptad.account.parameters import active
 from heptad.checkpoint.find import resume
 from heptad.checkpoint.read import Reader
 from heptad.config.describe import summary
@@ -81,8 +82,10 @@ def run(
         notes = (*found.notes, *loader.progress.notes) if found.reader is not None else found.notes[1:]
         if elsewhere(job, device):
             notes = (f"no CUDA device here: a job for {job.cluster.preset!r} runs on the CPU, without MFU", *notes)
-        line = pipeline_line(job) if rank == 0 else None
-        for note in (*notes, summary(job, derived(job), *([] if line is None else [line]))):
+        line, figures = pipeline_line(job) if rank == 0 else None, derived(job)
+        if job.model.experts is not None:
+            figures["active_parameters"] = active(job.model)
+        for note in (*notes, summary(job, figures, *([] if line is None else [line]))):
             shown.say(note)
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
         if rank == 0:
