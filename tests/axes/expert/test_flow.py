@@ -6,6 +6,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
+from tests.models.helpers import packed
+from tests.models.moe import DEEPSEEK, router_of, tokens_of
 
 from heptad.axes.expert.cost import Wanted, backward, forward, mixtures
 from heptad.axes.expert.flow import Chosen, Flow, Rows, Sizes, expected, flow_of, miss
@@ -103,6 +106,21 @@ def test_two_levels_cross_at_most_once_a_node_and_far_less_than_one() -> None:
     assert away == pytest.approx(4000) and crossing / away <= 1 / 3.99
     limited = sizes_of(4, inside=2, **model, limit=1)
     assert expected(limited, 1000).across[0].tolist() == [500, 500]
+
+
+def test_a_token_goes_to_at_most_as_many_nodes_as_its_router_allows_whatever_its_experts() -> None:
+    """K = 7 of 16 experts on four nodes, a group on each, at most two of them; the router itself chooses."""
+    sizes = sizes_of(8, inside=2, experts=16, choices=7, groups=4, limit=2)
+    changes = dict(experts=16, experts_per_token=7, router_groups=4, router_group_limit=2)
+    router = router_of(DEEPSEEK.model_copy(update=changes))
+    assert router.bias is not None
+    router.bias.copy_(torch.linspace(-2.0, 2.0, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(0))])
+    batch = packed([[40]])
+    chosen = [router(tokens_of(batch, seed=rank), batch).experts.numpy() for rank in range(8)]
+    assert max(len({expert // 4 for expert in token}) for one in chosen for token in one.tolist()) == 2
+    flow = flow_of(sizes, chosen)
+    assert (flow.across.sum(1) == 2 * 40).all()  # seven experts never lie in one group of four
+    assert flow.inside.sum() == 8 * 40 * 7
 
 
 def test_mixtures_of_a_model_and_what_their_backwards_send() -> None:
