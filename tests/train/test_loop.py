@@ -130,9 +130,9 @@ EXPERTS: dict[str, Any] = dict(experts=7, experts_per_token=3, expert_width=5, d
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, dict(dp_shard=2, zero=0, ep=2)),
+        pytest.param(2, dict(dp_shard=2, zero=0, ep=2), marks=pytest.mark.slow),
         (4, dict(dp_shard=2, tp=2, ep=2, etp=2, zero=3)),
-        (4, dict(cp=4, ep=4, ep_inner=2, zero=1, recompute="full")),
+        pytest.param(4, dict(cp=4, ep=4, ep_inner=2, zero=1, recompute="full"), marks=pytest.mark.slow),
         (4, dict(pp=2, dp_shard=2, ep=2, zero=1, model={**EXPERTS, "mtp_depth": 1, "layers": 2})),
     ],
     ids=["ep", "ep and etp", "two levels, recomputed", "pipeline"],
