@@ -269,9 +269,3 @@ class Trainer:
         if own.context is None:
             return logits
         return whole(logits, own.context, batch.ids.shape[1], self.mesh.group("cp"), "sample")
-
-    def agree(self, flag: bool) -> bool:
-        """True on every rank when any rank says so."""
-        value = torch.tensor(float(flag), dtype=torch.float64, device=self.device)
-        all_reduce(value, self.loss_group, "check", "max").wait()
-        return host_value(value, expected=float(flag)) > 0
