@@ -1,4 +1,4 @@
-"""Bytes of activations, measured on real runs and equal to `recompute/cost.py` to the byte; and FIELD.md's formulas."""
+"""Bytes of activations, measured on real runs, equal to `recompute/cost.py` to the byte; and the papers' formulas."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ EXTRA = ("attention norm statistics", "mlp norm statistics", "anchor")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_formulas_of_field_md_come_out_to_the_byte(tp: int) -> None:
+def test_the_published_formulas_come_out_to_the_byte(tp: int) -> None:
     """34, 10 + 24/T, 4 + 30/T and 5·H·L/D: per B·L·D; ours is those and `EXTRA`, named."""
     whole, cut = paper(tp), paper(tp, sequence=True)
     kept = replace(cut, keep=True)

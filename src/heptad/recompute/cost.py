@@ -36,7 +36,7 @@ kernel, and no mask; of the k in "q, k, v" ranks that deal heads count what is s
 Of latent attention and of a mixture of experts other terms stand in their places: `expert_cost.py`.
 
 Selective recompute drops probabilities and their mask (math), or `down input` (flash, context ranks). Read next:
-`policy.py`, `models/attention.py`, `models/parallel.py`, docs/memory.md. Sources: FIELD.md; arXiv 2205.05198 §4;
+`policy.py`, `models/attention.py`, `models/parallel.py`, docs/memory.md. Sources: arXiv 2205.05198 §4;
 1604.06174 §4.1.
 """
 
