@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from heptad.account.parameters import active
 from heptad.config.describe import summary
 from heptad.config.load import load
 from heptad.models.resolve import derived, resolve
+from heptad.report.opening import opening
 from heptad.report.stages import pipeline_line
 
 
@@ -46,5 +46,14 @@ def test_a_line_says_what_a_rank_holds_of_the_experts() -> None:
     assert levels == "experts           ep 4 in nodes of 2: 2 of 8 a rank"
     assert shown("layout.dp_shard=4") == ""
     job = resolve(load("debug-moe", ["model.preset=deepseek-v3"]))
-    lines = summary(job, derived(job) | {"active_parameters": active(job.model)}).splitlines()
-    assert "parameters        682,636,472,320 (683 B, 37.6 B active)" in lines
+    assert "parameters        682,636,472,320 (683 B, 37.6 B active)" in opening(job).splitlines()
+
+
+def test_c_053_a_run_says_which_optimizer_and_decay_each_role_gets() -> None:
+    said = opening(resolve(load("debug-moe", ["optimizer.name=muon", "layout.dp_shard=2"])))
+    groups = [line.removeprefix("optimizer         ") for line in said.splitlines() if line.startswith("optimizer ")]
+    assert [group.partition(" (")[0] for group in groups] == [
+        "adamw, lr 0.0003, decay 0: norm",
+        "adamw, lr 0.0003, decay 0.1: embedding, head",
+        "muon, lr 0.02, decay 0.1: matrix",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from heptad.config.schema import Job
 from heptad.errors import ConfigError
 from heptad.launch.failure import Diary
 from heptad.launch.forked import forked
+from heptad.loader.loader import Loader
 from heptad.loader.synthetic import synthetic
 from heptad.mesh.layout import Layout
 from heptad.optim.schedule import lr_at
@@ -151,6 +153,21 @@ def test_rows_to_experts_are_predicted_from_the_step_that_is_counted(
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["loss"] is not None]
     assert len(lines) == 3 and all(1 < line["expert_load_max"] < 7 / 3 for line in lines)
     assert all(0 < line["dropped_share"] < 1 for line in lines)
+
+
+def test_a_micro_batch_without_a_target_sends_no_update(tmp_path: Path) -> None:
+    """PipeDream updates after each micro-batch, and Muon assembles its matrices in each update."""
+    layout: dict[str, Any] = dict(pp=2, dp_shard=2, zero=1, schedule="pipedream")
+    chosen = job(tmp_path, 2, layout=layout, optimizer={"name": "muon", "clip_norm": None}, train={"val_every": 0})
+    for seed in count():
+        chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"seed": seed, "seq_len": 2})})
+        targets = [batch.num_targets() for batch in Loader(chosen, 0, 1, synthetic(chosen)).step(1)]
+        pairs = [sum(targets[at::3]) for at in range(3)]
+        if 0 < sum(count > 0 for count in pairs) < 3:
+            break
+    for outcome in forked(4, train, chosen):
+        assert outcome.predicted is not None and total(outcome.predicted) == total(outcome.transfers)
+        assert any(item.phase == "update" for item in outcome.transfers)
 
 
 def refused(rank: int, job: Job) -> str:

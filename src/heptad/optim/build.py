@@ -19,7 +19,7 @@ from heptad.config.schema import OptimizerName, OptimizerSection
 from heptad.mesh.piece import Piece
 from heptad.optim.elementwise import SGD, AdamW
 from heptad.optim.muon import Muon
-from heptad.optim.roles import decay_of, describe, kind_of, peak_lr
+from heptad.optim.roles import decay_of, kind_of, peak_lr
 from heptad.optim.schedule import lr_at
 
 Fill = Callable[[str, int, int, Tensor], None]
@@ -80,10 +80,6 @@ class Optimizer:
         for piece in self.pieces():
             fill(piece.name, piece.start, piece.stop, piece.tensor)
         self.updates = int(meta["updates"])
-
-    def describe(self) -> list[str]:
-        """One line a group: optimizer, learning rate, decay, roles, sizes."""
-        return describe(self.section, [shard.spec for group in self.groups for shard in group.rule.shards])
 
 
 _RULES: dict[OptimizerName, Callable[[Sequence[Shard], OptimizerSection, float], Rule]] = {

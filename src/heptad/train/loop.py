@@ -16,10 +16,8 @@ from pathlib import Path
 
 import torch
 
-from heptad.account.parameters import active
 from heptad.checkpoint.find import resume
 from heptad.checkpoint.read import Reader
-from heptad.config.describe import summary
 from heptad.config.schema import Job
 from heptad.launch.failure import Diary
 from heptad.loader.loader import Loader
@@ -29,10 +27,9 @@ from heptad.mesh.device import Mesh
 from heptad.mesh.layout import Layout
 from heptad.models.batch import Batch
 from heptad.models.build import Model
-from heptad.models.resolve import derived
 from heptad.optim.schedule import past_end
 from heptad.report.loss import loss_svg
-from heptad.report.stages import pipeline_line
+from heptad.report.opening import opening
 from heptad.trace import Event, Transfer
 from heptad.train.agreement import digest_of, require_same, require_same_program, require_same_replicas
 from heptad.train.metrics import Meter, Metrics, elsewhere, known_flops, read_metrics
@@ -82,10 +79,7 @@ def run(
         notes = (*found.notes, *loader.progress.notes) if found.reader is not None else found.notes[1:]
         if elsewhere(job, device):
             notes = (f"no CUDA device here: a job for {job.cluster.preset!r} runs on the CPU, without MFU", *notes)
-        line, figures = pipeline_line(job) if rank == 0 else None, derived(job)
-        if job.model.experts is not None:
-            figures["active_parameters"] = active(job.model)
-        for note in (*notes, summary(job, figures, *([] if line is None else [line]))):
+        for note in (*notes, *([opening(job)] if rank == 0 else [])):
             shown.say(note)
         loop = _Loop(folder, loader, found.reader, world, device, model, shown, stop)
         if rank == 0:

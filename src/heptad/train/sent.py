@@ -46,7 +46,8 @@ class Sent:
         if self.routers:
             block = trainer.mesh.group(*EXPERT_AXES)
             routed = Routed(block.index, gathered(calls(trainer.job, self.routers), block, trainer.device))
-        args = trainer.job, model.unit_specs, model.specs, parallel.recompute, kind, place
+        empty = 0 if trainer.stale is None else trainer.stale.without_target
+        args = trainer.job, model.unit_specs, model.specs, parallel.recompute, kind, place, empty
         return found, tuple(step_traffic(*args, routed=routed))
 
 

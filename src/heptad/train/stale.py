@@ -65,6 +65,11 @@ class StageUpdates:
         """Of the whole step."""
         return sum(self._targets())
 
+    @property
+    def without_target(self) -> int:
+        """Micro-batches of the last step that made no update, since no data rank had a target in them."""
+        return sum(not count for count in self._targets())
+
     def update(self, microbatch: int) -> None:
         """V: the stage's gradient is that of `microbatch`, reduced over the data ranks."""
         self.engine.begin_step()
