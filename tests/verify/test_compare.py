@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.verify.layouts import layout_job
+from tests.verify.test_moe_layouts import GROUPS, LIMITED, SOFTMAX
 
 from heptad.launch.forked import RankFailed
 from heptad.loader.synthetic import synthetic
@@ -72,14 +75,27 @@ def test_the_references_optimizers_are_torchs(name: str) -> None:
             torch.testing.assert_close(mine[key], param.detach(), rtol=1e-13, atol=1e-15)
 
 
-def test_a_reordered_step_is_the_same_function() -> None:
-    job = layout_job(model={"qk_norm": True, "tied": True, "qkv_bias": True, "mlp_bias": True})
+DENSE = dict(qk_norm=True, tied=True, qkv_bias=True, mlp_bias=True)
+REORDERED: dict[str, dict[str, Any]] = {
+    "dense": dict(model=DENSE),
+    "softmax, jitter": dict(model=SOFTMAX),
+    "latents, depths": dict(model={**LIMITED, "mtp_depth": 2}),
+    "dropout": dict(model=GROUPS),
+    "in parts": dict(model={**LIMITED, "attention": "math"}, layout=dict(tp=2, cp=2, etp=2)),
+    "more parts than rows": dict(model={**LIMITED, "kv_lora_rank": 1}, layout=dict(tp=4, cp=2, ep=4, ep_inner=2)),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_a_reordered_step_is_the_same_function(name: str) -> None:
+    job = layout_job(**REORDERED[name])
     reference = Reference(job, synthetic(job))
     right = reference.compute(1)
     for other in reference.reordered(1):
         assert other.loss == pytest.approx(right.loss, rel=1e-12) and other.norm == pytest.approx(right.norm, rel=1e-12)
-        for name, grad in right.grads.items():
-            torch.testing.assert_close(other.grads[name], grad, rtol=1e-9, atol=1e-12)
+        assert other.added == pytest.approx(right.added, rel=1e-12)
+        for key, grad in right.grads.items():
+            torch.testing.assert_close(other.grads[key], grad, rtol=1e-9, atol=1e-12)
     assert reference.compute(1).grads.keys() == right.grads.keys()  # and it leaves the parameters as they were
     assert reference.compute(1).loss == right.loss
 

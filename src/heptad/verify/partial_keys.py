@@ -19,6 +19,7 @@ from heptad.models.attention import Attention
 from heptad.models.batch import Batch, visible
 from heptad.models.build import Model
 from heptad.models.dropout import Dropout
+from heptad.models.mla import LatentAttention
 from heptad.models.scores import repeated
 
 
@@ -29,7 +30,7 @@ def partial_keys(model: Model, number: int, offset: int, window: int | None) -> 
     def core(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None) -> Tensor:
         return attention(q, k, v, batch, dropout, number, offset, window)
 
-    blocks = [module for module in model.module.modules() if isinstance(module, Attention)]
+    blocks = [module for module in model.module.modules() if isinstance(module, (Attention, LatentAttention))]
     before = [block.core for block in blocks]
     try:
         for block in blocks:
@@ -47,7 +48,7 @@ def attention(
     length, mask = q.shape[2], visible(batch.documents, window)
     part = ((torch.arange(length) + offset) * number // length) % number
     places = [found for at in range(number) if len(found := (part == at).nonzero().flatten())]
-    out = torch.empty_like(q)
+    out = v.new_empty(*q.shape[:-1], v.shape[-1])
     for queries in places:
         seen = [_part(q, k, v, mask, queries, keys, batch, dropout) for keys in places]
         merged = torch.stack([lse for _, lse in seen]).logsumexp(0)  # [B, H, n]

@@ -121,10 +121,11 @@ class Reference:
     def reordered(self, step: int) -> list[Figures]:
         """The same step with sums in another order: sequences reversed and in one batch; features reversed as well.
 
-        Reversing a logical dim ("width", "mlp") of every parameter that has it is the same function of the batch.
-        Dropout is keyed by feature, so with dropout the width stays as it is. Under the tensor axis also `DRAWS` runs
-        that form the sums it cuts as partial sums, as many as ranks, each rounded; under the context axis attention in
-        parts; under expert axes that round where one device does not, mixtures in parts; every run cuts elsewhere.
+        Reversing a logical dim ("width", "mlp", "expert_mlp") of every parameter that has it is the same function of
+        the batch. Dropout and jitter are keyed by feature, so with them the width stays as it is. Under the tensor axis
+        also `DRAWS` runs that form the sums it cuts as partial sums, as many as ranks, each rounded; under the context
+        axis attention in parts; under expert axes that round where one device does not, mixtures in parts; every run
+        cuts elsewhere.
         """
         return self._reordered(self.batches(step))
 
@@ -186,8 +187,13 @@ class Reference:
         return x, marks
 
     def _flip(self, tensor: Tensor, spec: ParamSpec) -> Tensor:
-        names = ("mlp",) if self.job.model.dropout else ("mlp", "width")
-        return tensor.flip([at for at, name in enumerate(spec.dims) if name in names])
+        inner, width = ("mlp", "expert_mlp"), not (self.job.model.dropout or self.job.model.jitter)
+        names = (*inner, "width") if width else inner
+        found = tensor.flip([at for at, name in enumerate(spec.dims) if name in names])
+        if width and "joined" in spec.dims:  # two widths, one behind the other
+            dim = spec.dims.index("joined")
+            found = torch.cat([half.flip(dim) for half in found.chunk(2, dim)], dim)
+        return found
 
 
 class PartialSums(TorchFunctionMode):
@@ -204,7 +210,7 @@ class PartialSums(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """`F.linear`, `x @ weight`, `addmm(bias, x, weight)` in parts; all else, a router's product too, as it is."""
-        if func is F.linear and isinstance(args[1], nn.Parameter):
+        if func is F.linear and len(args) == 3 and isinstance(args[1], nn.Parameter):
             x, weight, bias = args
             biases = [None] * self.number if bias is None else self._parts(bias, 0)
             parts = [F.linear(x, rows, some) for rows, some in zip(self._parts(weight, 0), biases, strict=True)]
@@ -217,7 +223,7 @@ class PartialSums(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _parts(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
-        return tensor.roll(self.offset, dim).chunk(self.number, dim)
+        return tensor.roll(self.offset, dim).tensor_split(self.number, dim)
 
 
 def fingerprint(x: Tensor) -> float:
