@@ -42,9 +42,10 @@ def one_document(data: PreparedData) -> PreparedData:
     return replace(data, sources=(replace(source, train=whole),))
 
 
-def case_of(item: Item) -> Case:
+def case_of(item: Item, params: str = "fp64") -> Case:
     """The job and its tokens, of the first data seed with which each step has a target (a step without is skipped)."""
     job = job_of(item)
+    job = job.model_copy(update={"precision": job.precision.model_copy(update={"params": params})})
     for seed in count():
         job = job.model_copy(update={"data": job.data.model_copy(update={"seed": seed})})
         data = synthetic(job)
@@ -55,13 +56,13 @@ def case_of(item: Item) -> Case:
     return job, data
 
 
-def outcomes(items: Sequence[Item], seconds: list[float] | None = None) -> dict[str, str]:
+def outcomes(items: Sequence[Item], seconds: list[float] | None = None, params: str = "fp64") -> dict[str, str]:
     """Line of each item -> what is wrong, "" where everything is right. All of as many ranks.
 
     If a rank fails, the items are run one by one, so that the others are known too. seconds: of each item, appended.
     """
     torch.set_num_threads(1)  # ranks share the cores, and so does whoever compares
-    cases = [case_of(item) for item in items]
+    cases = [case_of(item, params) for item in items]
     if any(item["recompute"] == "selective" for item in items):
         importlib.import_module("torch._dynamo")  # once here, or for two seconds on each rank
     start = time.monotonic()
@@ -73,7 +74,7 @@ def outcomes(items: Sequence[Item], seconds: list[float] | None = None) -> dict[
     if failure and len(items) == 1:
         return {line_of(items[0]): failure}
     if failure:
-        return {line: wrong for item in items for line, wrong in outcomes([item], seconds).items()}
+        return {line: wrong for item in items for line, wrong in outcomes([item], seconds, params).items()}
     found = {}
     for at, (item, case) in enumerate(zip(items, cases, strict=True)):
         found[line_of(item)] = wrong_of(case, [reports[at] for reports in ranks])
@@ -98,10 +99,13 @@ def wrong_of(case: Case, reports: Sequence[RankReport]) -> str:
     return ""
 
 
-def assert_right(items: Sequence[Item]) -> None:
+def assert_right(items: Sequence[Item], params: str = "fp64") -> None:
     """All of them, or a message that has the line of each that is not."""
-    wrong = {line: text for line, text in outcomes(items).items() if text}
-    assert not wrong, "\n".join(f"python -m tests.verify.trial {line}\n    {text}" for line, text in wrong.items())
+    wrong = {line: text for line, text in outcomes(items, params=params).items() if text}
+    said = "" if params == "fp64" else f"--params={params} "
+    assert not wrong, "\n".join(
+        f"python -m tests.verify.trial {said}{line}\n    {text}" for line, text in wrong.items()
+    )
 
 
 def as_verify(job: Job) -> str:
@@ -116,10 +120,11 @@ def as_verify(job: Job) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one item; 1 where something is wrong."""
-    item = item_of(" ".join(words))
-    print(as_verify(job_of(item)))
-    ((_, wrong),) = outcomes([item]).items()
+    """Run one item; 1 where something is wrong. A word --params=bf16 runs it in that precision."""
+    said = [word for word in words if word.startswith("--params=")]
+    item, params = item_of(" ".join(word for word in words if word not in said)), "".join(said)[9:] or "fp64"
+    print(as_verify(case_of(item, params)[0]))
+    ((_, wrong),) = outcomes([item], params=params).items()
     print(wrong or "right")
     return bool(wrong)
 

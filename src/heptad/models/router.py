@@ -173,6 +173,10 @@ class Router(nn.Module):
             ranked = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(1)
         return ranked.topk(self.top).indices
 
+    def best(self, scores: Tensor) -> Tensor:
+        """scores [N, E] -> the experts of each token by its scores alone [N, K]."""
+        return scores.topk(self.top).indices
+
     def losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, own: Own, batch: Batch) -> Tensor:
         """Both losses, with their coefficients [2], of own tokens: a part of the global average."""
         member, number = own.member(scores.dtype), batch.num_real().clamp(min=1)  # [B, N], [B]
@@ -181,7 +185,7 @@ class Router(nn.Module):
             experts = scores.shape[-1]
             if self.sigmoid:
                 scores = scores / (scores.sum(-1, keepdim=True) + TINY)
-                chosen = scores.detach().topk(self.top).indices
+                chosen = self.best(scores.detach())
             load = self.rows.summed((member @ hits(chosen, experts).to(member.dtype)).to(torch.int32))  # [B, E]
             load = load.to(scores.dtype) * (experts / self.top) / number.unsqueeze(1)  # 1 where even
             balance = self.balance * (load * (member @ scores) / number.unsqueeze(1)).sum()

@@ -21,6 +21,7 @@ from heptad.config.schema import Job
 from heptad.mesh.layout import BLOCK, Layout
 from heptad.mesh.piece import Piece
 from heptad.trace import total
+from heptad.verify.decisions import Decisions
 from heptad.verify.judge import Difference, Judge
 from heptad.verify.ranks import RankReport, pieces_of
 from heptad.verify.reference import Reference
@@ -64,9 +65,11 @@ def compare(job: Job, reference: Reference, reports: Sequence[RankReport], steps
     losses, loss_error, norm_error, ratio = [], 0.0, 0.0, None
     for step in range(1, steps + 1):
         grads, split, updates = _gradients(reports, step)
+        reference.take(_decided(reports, step))
         judge = Judge(step, reference, reference.follow(step, updates))
         judge.outputs(reports)
         judge.loads(reports)
+        judge.decisions()
         loss_error = max(loss_error, judge.loss(reports))
         judge.gradients(grads)
         judge.replicas(split, "gradient")
@@ -98,6 +101,15 @@ def _gradients(
     each = [assemble([report.steps[step - 1].updates[at] for report in reports]) for at in range(number)]
     updates = [grads for grads, _ in each]
     return stack(updates), sorted({name for _, split in each for name in split}), updates
+
+
+def _decided(reports: Sequence[RankReport], step: int) -> dict[str, Decisions]:
+    """What the layout's routers decided, of all tokens; in bf16."""
+    parts: dict[str, list[Decisions]] = {}
+    for report in reports:
+        for name, found in report.steps[step - 1].decided.items():
+            parts.setdefault(name, []).append(found)
+    return {name: Decisions.joined(found) for name, found in parts.items()}
 
 
 Counts = dict[tuple[str, str, str], tuple[int, int]]

@@ -22,6 +22,8 @@ So does the context axis: what a query gets is merged of the parts that ranks co
 in as many parts (`partial_keys.py`); with them the distance is 0.5 to 1.0 of theirs (C = 2, 4; without 1.2 to 5.4).
 
 And expert axes, where ranks hold parts of an expert or tokens cross to nodes once: `partial_experts.py`.
+
+Where routers send tokens is judged by itself, and then followed on one device: `decisions.py` argues it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heptad.verify.decisions import wrong_of
 from heptad.verify.ranks import RankReport
 from heptad.verify.reference import Figures, Reference
 
@@ -45,7 +48,7 @@ ROUNDINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something beyond its bound. kind: output, load, loss, gradient, norm, parameter, replicas."""
+    """Something beyond its bound. kind: output, score, choice, load, loss, gradient, norm, parameter, replicas."""
 
     step: int
     kind: str
@@ -102,10 +105,21 @@ class Judge:
         spread = max(_relative(a[unit], b[unit]) for other in same for a, b in zip(other, right, strict=True))
         return BF16_FACTOR * max(spread, 2 * BF16_ROUNDING)
 
+    def decisions(self) -> None:
+        """In bf16, the scores and choices of every router, by themselves; `right` has followed them."""
+        for name, right in self.right.decided.items():
+            found, others = self.reference.given.get(name), [other.decided[name] for other in self.others]
+            if found is None:
+                self._add("choice", name, math.inf, 0.0)
+                continue
+            ruled = self.reference.ruled[name]
+            for wrong in wrong_of(ruled, found, right, others, BF16_FACTOR, BF16_ROUNDING):
+                self._add(wrong.kind, name, wrong.error, wrong.bound)
+
     def loads(self, reports: Sequence[RankReport]) -> None:
-        """How many tokens each expert was chosen by and how many choices were dropped: whole numbers, in float64 the
-        same ones."""
-        if self.reference.policy.params is not torch.float64:
+        """How many tokens each expert was chosen by and how many choices were dropped: whole numbers, the same ones in
+        float64, and in bf16 where one device follows the layout's choices."""
+        if self.reference.policy.params is torch.float32:
             return
         for name, counts in self.reference.loads.items():
             wrong = any(report.steps[self.step - 1].loads[name] != counts.tolist() for report in reports)

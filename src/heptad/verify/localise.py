@@ -193,7 +193,7 @@ def first_module(comparison: Comparison) -> str | None:
     if not comparison.differences:
         return None
     step = min(item.step for item in comparison.differences)
-    order = ("output", "load", "loss", "gradient", "replicas", "norm", "parameter")
+    order = ("output", "score", "choice", "load", "loss", "gradient", "replicas", "norm", "parameter")
     here = [item for item in comparison.differences if item.step == step]
     first = min(here, key=lambda item: order.index(item.kind))
     return module_of(first)
@@ -203,7 +203,7 @@ def module_of(difference: Difference) -> str:
     """The module a difference lies in: a unit, or the module that owns the parameter."""
     if difference.kind in ("gradient", "parameter"):
         return difference.name.rpartition(".")[0] or difference.name
-    if difference.kind in ("output", "load"):
+    if difference.kind in ("output", "score", "choice", "load"):
         return difference.name
     return {"loss": "loss", "norm": "gradient norm", "replicas": f"replicas: {difference.name}"}[difference.kind]
 

@@ -28,10 +28,12 @@ from heptad.mesh.piece import Piece
 from heptad.mesh.regions import Stream
 from heptad.models.batch import Batch
 from heptad.models.taps import GradSink, Tape
+from heptad.precision.policy import Policy
 from heptad.trace import Transfer
 from heptad.train.loss import LossSum
 from heptad.train.sent import calls, spread
 from heptad.train.step import StepResult, Trainer
+from heptad.verify.decisions import Decisions, taken, witnesses
 from heptad.verify.fault import Fault
 from heptad.verify.reference import fingerprint
 
@@ -41,7 +43,8 @@ class RankStep:
     """One step on one rank. outputs[micro-batch][unit]: Σ x² of the rows of the unit's output that lie here, of the
     last one the loss itself; of the units that ran here, all of them without a pipeline. grads: at the step's end;
     updates: of each update inside it. calls: where the tokens here went, with an expert axis. loads: router -> counts
-    of the whole batch, as `train/balance.py` has them."""
+    of the whole batch, as `train/balance.py` has them. decided: in bf16, by routers that ran here, of the tokens here.
+    """
 
     result: StepResult
     grads: list[Piece]
@@ -51,6 +54,7 @@ class RankStep:
     transfers: list[Transfer]
     calls: Calls
     loads: dict[str, list[int]]
+    decided: dict[str, Decisions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class Watched(Trainer):
         self.outputs: dict[int, dict[int, float]] = {}
         self.stream = Stream(self.mesh.group("tp"), job.layout.sequence_parallel)
         self.routers = spread(job, self.parallel.model)
+        self.witnesses = witnesses(self.parallel.model.module, Policy.of(job.precision, "cpu"))
         self._forward = self.parallel.executor.forward
         setattr(self.parallel.executor, "forward", self._seen)  # noqa: B010
         if self.stale is not None:
@@ -122,15 +127,17 @@ class Watched(Trainer):
         self.updates.clear()
         for router in self.routers.values():
             router.choices = {}
+        for witness in self.witnesses.values():
+            witness.start()
         self.mesh.ledger.reset()
         result = self.step(step, batches, count_library=True)
         params = [shard.piece(shard.master.clone()) for shard in self.engine.shards] + self.balance.pieces()
         outputs = [self.outputs.get(_first(batch), {}) for batch in batches]
         transfers = self.mesh.ledger.transfers()
-        balance = self.balance
+        balance, decided = self.balance, taken(self.witnesses)
         loads = dict(zip(balance.routers, balance.counts.tolist(), strict=True)) if balance.routers else {}
-        went = calls(self.job, self.routers)
-        return RankStep(result, self.grads, list(self.updates), params, outputs, transfers, went, loads)
+        went, updates = calls(self.job, self.routers), list(self.updates)
+        return RankStep(result, self.grads, updates, params, outputs, transfers, went, loads, decided)
 
 
 def _first(batch: Batch) -> int:

@@ -33,6 +33,7 @@ from heptad.models.router import routers
 from heptad.models.spec import ParamSpec
 from heptad.precision.policy import Policy
 from heptad.train.balance import biased, summed
+from heptad.verify.decisions import Decisions, taken, witnesses
 from heptad.verify.partial_experts import partial_experts, rounds
 from heptad.verify.partial_keys import partial_keys
 from heptad.verify.update import WholeOptimizer
@@ -45,7 +46,7 @@ DRAWS = 8
 @dataclass(frozen=True, slots=True)
 class Figures:
     """One device's step before its update. outputs[micro-batch][unit]: Σ x² of the unit's output, a fingerprint.
-    added: both losses of routers."""
+    added: both losses of routers. decided: in bf16, what each router decided."""
 
     loss: float
     grads: Grads
@@ -53,12 +54,15 @@ class Figures:
     num_targets: int
     outputs: list[list[float]] = field(default_factory=list)
     added: tuple[float, float] = (0.0, 0.0)
+    decided: dict[str, Decisions] = field(default_factory=dict)
 
 
 class Reference:
     """`job` on one device.
 
     values: every parameter whole, by name, trainable ones (`masters`) in the dtype the optimizer updates.
+    given: in bf16, what the layout's routers decided in the step at hand, which every run of it follows (`take`);
+    ruled: what should be chosen by their scores.
     """
 
     def __init__(self, job: Job, tokens: PreparedData) -> None:
@@ -73,6 +77,9 @@ class Reference:
         self.optimizer = WholeOptimizer(job.optimizer, self.specs, job.train.steps)
         self.loader = Loader(job, 0, 1, tokens)
         self.loads: dict[str, Tensor] = {}
+        self.witnesses = witnesses(self.model.module, self.policy)
+        self.given: dict[str, Decisions] = {}
+        self.ruled: Grads = {}
 
     def _initial(self, spec: ParamSpec) -> Tensor:
         values = torch.empty(spec.shape, dtype=self.policy.master if spec.trainable else self.policy.params)
@@ -112,6 +119,11 @@ class Reference:
             assert router.bias is not None
             load = self.loads[name.removesuffix(".bias")][:-1].double()
             router.bias = router.bias + router.speed * (load.mean() - load).sign().to(router.bias)
+
+    def take(self, given: dict[str, Decisions]) -> None:
+        """What the layout's routers decided in the step that comes."""
+        self.given = given
+        self.ruled = {name: self.witnesses[name].rule(found.scores) for name, found in given.items()}
 
     def follow(self, step: int, updates: Sequence[Grads]) -> Figures:
         """What `compute` gives; `updates`: the gradients of each update inside the step, of which there are none."""
@@ -162,6 +174,8 @@ class Reference:
         losses, outputs, adding = [], [], list(routers(self.model.module).values())
         for router in adding:
             router.added = {}
+        for name, witness in self.witnesses.items():
+            witness.start(self.given.get(name))
         for batch in batches:
             loss, marks = self._forward(batch)
             found = torch.autograd.grad(loss / max(num_targets, 1), wanted, allow_unused=True)
@@ -175,7 +189,8 @@ class Reference:
         parts = [part.double() for router in adding for part in (router.added or {}).values()]
         balance, z_loss = torch.stack([torch.zeros(2, dtype=torch.float64), *parts]).sum(0).tolist()
         mean = sum(losses) / max(num_targets, 1)
-        return Figures(mean, grads, norm_of(grads), num_targets, outputs, (balance, z_loss))
+        decided = taken(self.witnesses)
+        return Figures(mean, grads, norm_of(grads), num_targets, outputs, (balance, z_loss), decided)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, list[float]]:
         x: Tensor | None = None

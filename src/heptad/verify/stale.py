@@ -24,6 +24,7 @@ from heptad.axes.program import stages_of
 from heptad.config.schema import Job
 from heptad.loader.prepare import PreparedData
 from heptad.models.batch import Batch
+from heptad.verify.decisions import Decisions
 from heptad.verify.reference import Figures, Grads, Reference, norm_of
 
 
@@ -112,7 +113,8 @@ def stacked(found: Sequence[Figures]) -> Figures:
     grads = stack([figures.grads for figures in found if figures.num_targets] or [found[0].grads])
     outputs = [marks for of_rank in zip(*(figures.outputs for figures in found), strict=True) for marks in of_rank]
     balance, z_loss = (sum(parts) / len(found) for parts in zip(*(figures.added for figures in found), strict=True))
-    return Figures(loss, grads, norm_of(grads), num_targets, outputs, (balance, z_loss))
+    decided = {name: Decisions.joined([figures.decided[name] for figures in found]) for name in found[0].decided}
+    return Figures(loss, grads, norm_of(grads), num_targets, outputs, (balance, z_loss), decided)
 
 
 def stack(updates: Sequence[Grads]) -> Grads:
