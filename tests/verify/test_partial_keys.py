@@ -37,8 +37,9 @@ def test_parts_of_queries_and_keys_give_the_whole(number: int, offset: int, rate
 
 
 def test_the_models_own_core_comes_back() -> None:
-    model = build(layout_job())
+    job = layout_job()
+    model = build(job)
     before = [block.attention.core for block in model.units[1:-1]]  # type: ignore[union-attr]
-    with partial_keys(model, 2, 0, None):
+    with partial_keys(model, 2, 0, job.model):
         assert not set(map(id, before)) & {id(block.attention.core) for block in model.units[1:-1]}  # type: ignore[union-attr]
     assert [block.attention.core for block in model.units[1:-1]] == before  # type: ignore[union-attr]

@@ -2,8 +2,10 @@
 
 For the bound in bf16 (`judge.py`): context ranks do more than reorder sums. A query's output is made of parts, each
 over some of the keys and rounded to bf16, merged by log-sum-exp; the gradient of a query, key or value is a sum of such
-parts. Here both happen too, by plain autograd on formed scores, so as right as a figure in bf16 with C parts can be,
-without any of the code under test. Read next: `reference.py`.
+parts. What each score's gradient is less by, Σ over all keys of a query, no part can know: it is taken from the merged
+output, which is rounded (dout · out, as in FlashAttention-2). All this happens here too, by plain autograd on formed
+scores, so as right as a figure in bf16 with C parts can be, without any of the code under test. Where the model forms
+its scores itself, products with queries, keys and values are rounded as its own are. Read next: `reference.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from heptad.config.recompute import forms_scores
+from heptad.config.schema import ModelSection
 from heptad.models.attention import Attention
 from heptad.models.batch import Batch, visible
 from heptad.models.build import Model
@@ -24,11 +28,12 @@ from heptad.models.scores import repeated
 
 
 @contextmanager
-def partial_keys(model: Model, number: int, offset: int, window: int | None) -> Iterator[None]:
+def partial_keys(model: Model, number: int, offset: int, section: ModelSection) -> Iterator[None]:
     """Every block's core attention in `number` parts; `offset`: tokens by which the cuts are moved."""
+    window, formed = section.window, forms_scores(section)
 
     def core(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None) -> Tensor:
-        return attention(q, k, v, batch, dropout, number, offset, window)
+        return attention(q, k, v, batch, dropout, number, offset, window, formed)
 
     blocks = [module for module in model.module.modules() if isinstance(module, (Attention, LatentAttention))]
     before = [block.core for block in blocks]
@@ -42,40 +47,47 @@ def partial_keys(model: Model, number: int, offset: int, window: int | None) -> 
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: Dropout | None, number: int, offset: int, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    dropout: Dropout | None,
+    number: int,
+    offset: int,
+    window: int | None,
+    formed: bool = False,
 ) -> Tensor:
-    """See `models.attention.Core`. Token t is in part (t + offset) · number // L, modulo `number`."""
+    """See `models.attention.Core`. Token t is in part (t + offset) · number // L, modulo `number`. formed: products are
+    in q's dtype, else in at least fp32."""
     length, mask = q.shape[2], visible(batch.documents, window)
     part = ((torch.arange(length) + offset) * number // length) % number
     places = [found for at in range(number) if len(found := (part == at).nonzero().flatten())]
     out = v.new_empty(*q.shape[:-1], v.shape[-1])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    inside = q.dtype if formed else wide
+
+    def some_keys(x: Tensor, keys: Tensor) -> Tensor:
+        return repeated(x[:, :, keys].to(inside), q.shape[1])
+
     for queries in places:
-        seen = [_part(q, k, v, mask, queries, keys, batch, dropout) for keys in places]
-        merged = torch.stack([lse for _, lse in seen]).logsumexp(0)  # [B, H, n]
-        total = torch.stack([some.to(lse.dtype) * (lse - merged).exp().unsqueeze(-1) for some, lse in seen]).sum(0)
-        out = out.index_copy(2, queries, total.to(q.dtype))
+        pairs = [(keys, mask[:, :, queries][..., keys]) for keys in places]
+        scores = [_scores(q[:, :, queries].to(inside), some_keys(k, keys), there) for keys, there in pairs]
+        lse = torch.stack([some.logsumexp(-1) for some in scores]).logsumexp(0)  # [B, H, n]
+        total = torch.zeros_like(out[:, :, queries], dtype=wide)
+        for (keys, there), some in zip(pairs, scores, strict=True):
+            probabilities = (some - lse.detach().unsqueeze(-1)).exp().masked_fill(~there, 0)
+            if dropout is not None:
+                tensors, drop = dropout.attention_map(
+                    q.shape[1], batch.index[:, queries], batch.index[:, keys], batch.step
+                )
+                probabilities = drop(probabilities, *tensors)
+            total = total + (probabilities.to(inside) @ some_keys(v, keys)).to(q.dtype).to(wide)
+        whole = total.detach().to(q.dtype).to(wide)
+        out = out.index_copy(2, queries, (total - (lse - lse.detach()).unsqueeze(-1) * whole).to(q.dtype))
     return out
 
 
-def _part(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    batch: Batch,
-    dropout: Dropout | None,
-) -> tuple[Tensor, Tensor]:
-    """Output in q's dtype [B, H, n, d], log-sum-exp in at least fp32 [B, H, n], of these queries over these keys."""
-    heads, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    wide_q, wide_k, wide_v = (x.to(wide) for x in (q[:, :, queries], k[:, :, keys], v[:, :, keys]))
-    wide_k, wide_v = repeated(wide_k, heads), repeated(wide_v, heads)
-    hidden = ~mask[:, :, queries][..., keys]
-    scores = (wide_q @ wide_k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(hidden, -1e30)
-    lse = scores.logsumexp(-1)
-    probabilities = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0)
-    if dropout is not None:
-        tensors, drop = dropout.attention_map(heads, batch.index[:, queries], batch.index[:, keys], batch.step)
-        probabilities = drop(probabilities, *tensors)
-    return (probabilities @ wide_v).to(q.dtype), lse
+def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """q kᵀ / √d in at least fp32 [B, H, n, m], hardly anything where `seen` [B, 1, n, m] is False."""
+    formed = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+    return formed.masked_fill(~seen, -1e30)

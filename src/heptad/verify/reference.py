@@ -148,7 +148,7 @@ class Reference:
         for offset in range(DRAWS if tp * cp > 1 or rounds(self.job.layout) else 0):
             sums: AbstractContextManager[object] = PartialSums(tp, offset) if tp > 1 else nullcontext()
             keys: AbstractContextManager[object] = (
-                partial_keys(self.model, ring, offset, self.job.model.window) if cp > 1 else nullcontext()
+                partial_keys(self.model, ring, offset, self.job.model) if cp > 1 else nullcontext()
             )
             experts: AbstractContextManager[object] = nullcontext()
             if rounds(self.job.layout):
