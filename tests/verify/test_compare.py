@@ -12,7 +12,7 @@ from heptad.loader.synthetic import synthetic
 from heptad.mesh.piece import Piece
 from heptad.optim.roles import decay_of, kind_of
 from heptad.verify.compare import assemble, compare
-from heptad.verify.judge import Difference
+from heptad.verify.judge import Difference, granted
 from heptad.verify.localise import Blame, guilty, module_of, present
 from heptad.verify.ranks import run_layout
 from heptad.verify.reference import Reference
@@ -98,6 +98,16 @@ def test_a_reordered_step_is_the_same_function(name: str) -> None:
             torch.testing.assert_close(other.grads[key], grad, rtol=1e-9, atol=1e-12)
     assert reference.compute(1).grads.keys() == right.grads.keys()  # and it leaves the parameters as they were
     assert reference.compute(1).loss == right.loss
+
+
+def test_in_bf16_a_gradient_has_a_floor_only_where_it_is_noise() -> None:
+    assert granted(1.0, 0.01, 100.0) == (1.0, 0.02)
+    assert granted(1.0, 0.0, 100.0) == (1.0, 2 * 2.0**-8)
+    assert granted(0.1, 0.04, 256.0) == (0.1, pytest.approx(0.8))  # small beside the largest, and known
+    assert granted(0.1, 0.06, 256.0) == (1.0, 1.0)  # noise: as large as the largest's rounding
+    assert granted(0.0, 0.0, 256.0) == (1.0, 1.0)
+    assert granted(3.0, 2.0, 256.0) == (3.0, pytest.approx(4 / 3))
+    assert granted(0.0, 0.0, 0.0)[1] == 2 * 2.0**-8
 
 
 def test_a_rank_that_fails_is_a_difference_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

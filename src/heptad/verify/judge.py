@@ -13,6 +13,11 @@ twice, root mean square over each tensor, where a distance of one rounding to bf
 every gradient is rounded at least once. The update is not excused: it starts from the same gradients in fp32, so
 parameters and norm of the update keep fp32's bound.
 
+A gradient that is zero by nature is noise in bf16 too, and known by that: the reordered runs are half as far from it as
+it is large, or farther (or it is 0 in all of them). Their distance is then one draw of the noise and no measure of the
+layout's, which rounds elsewhere; granted is what one rounding of the model's largest gradient can do (2⁻⁸ of its root
+mean square; noise of keys' biases is up to 0.6 of that). Nothing else has a floor: most are small beside that one.
+
 The tensor axis does more than reorder: a region's sum over T ranks is T partial sums, each rounded to bf16, and one
 device's matmul, which adds in fp32, rounds once. So the runs that set the bound round there too (`PartialSums`): as
 right as a figure in bf16 with T parts can be, without any of the code under test. With them the distance of all
@@ -157,16 +162,16 @@ class Judge:
 
     def _bf16_gradients(self, grads: dict[str, Tensor]) -> None:
         mine, theirs = 0.0, 0.0
+        largest = max(_rms(grad.double()) for grad in self.right.grads.values())
         for name in reversed(list(self.right.grads)):
             right = self.right.grads[name].double()
-            scale = max(_rms(right), 1e-30)
-            noises = [_rms(other.grads[name].double() - right) for other in self.others]
+            noise = max(_rms(other.grads[name].double() - right) for other in self.others)
             distance = _rms(grads[name].double() - right)
             distance = distance if math.isfinite(distance) else math.inf
             mine += distance**2 * right.numel()
-            theirs += max(noises) ** 2 * right.numel()
+            theirs += noise**2 * right.numel()
+            scale, bound = granted(_rms(right), noise, largest)
             self.errors[name] = distance / scale
-            bound = BF16_FACTOR * max(max(noises) / scale, BF16_ROUNDING)
             self._add("gradient", name, distance / scale, bound)
         self.ratio = math.sqrt(mine / theirs) if theirs else 0.0
 
@@ -192,6 +197,14 @@ class Judge:
         """Ranks that hold the same elements hold the same bits."""
         for name in split:
             self._add("replicas", f"{what} of {name}", math.inf, 0.0)
+
+
+def granted(size: float, noise: float, largest: float) -> tuple[float, float]:
+    """Scale of a gradient in bf16, and the bound of its distance over it. size, largest: root mean square of it and of
+    the model's largest one; noise: distance of the reordered runs."""
+    floor = BF16_ROUNDING * largest if size <= BF16_FACTOR * noise else 0.0
+    scale = max(size, floor, 1e-30)
+    return scale, max(BF16_FACTOR * max(noise / scale, BF16_ROUNDING), floor / scale)
 
 
 Marks = list[dict[int, float]]
