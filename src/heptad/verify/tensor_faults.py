@@ -17,7 +17,7 @@ from torch import Tensor
 from heptad.config.schema import Job
 from heptad.mesh.collectives import Group
 from heptad.models.attention import Attention
-from heptad.models.cut import Summed, cut
+from heptad.models.cut import Summed, cut, family_of
 from heptad.models.decoder import Block, Embed, Head
 from heptad.models.dropout import Dropout
 from heptad.models.parallel import RowLinear
@@ -44,6 +44,8 @@ def _where(rule: Callable[[Job], bool], why: str) -> Callable[[Job], tuple[str, 
 
 
 def _summed(job: Job, spec: ParamSpec) -> Summed:
+    if family_of(spec) != "dense":
+        return "none"
     return cut(spec, job.model, job.layout.tp, 0, job.layout.sequence_parallel).summed
 
 
