@@ -103,8 +103,9 @@ def test_a_reordered_step_is_the_same_function(name: str) -> None:
 def test_in_bf16_a_gradient_has_a_floor_only_where_it_is_noise() -> None:
     assert granted(1.0, 0.01, 100.0) == (1.0, 0.02)
     assert granted(1.0, 0.0, 100.0) == (1.0, 2 * 2.0**-8)
-    assert granted(0.1, 0.04, 256.0) == (0.1, pytest.approx(0.8))  # small beside the largest, and known
-    assert granted(0.1, 0.06, 256.0) == (1.0, 1.0)  # noise: as large as the largest's rounding
+    assert granted(1.1, 0.5, 256.0) == (1.1, pytest.approx(1 / 1.1))  # small beside the largest, and known
+    assert granted(0.9, 0.0, 256.0) == (1.0, 1.0)  # noise: no larger than a rounding of the largest
+    assert granted(1.1, 0.6, 256.0) == (1.1, pytest.approx(1.2 / 1.1))  # or than its own noise
     assert granted(0.0, 0.0, 256.0) == (1.0, 1.0)
     assert granted(3.0, 2.0, 256.0) == (3.0, pytest.approx(4 / 3))
     assert granted(0.0, 0.0, 0.0)[1] == 2 * 2.0**-8

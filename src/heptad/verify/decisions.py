@@ -6,13 +6,13 @@ bound that is measured elsewhere covers it. So in bf16 choices are an input to o
 runs, sends tokens where the layout sent them, and all that follows is compared as ever, loads and biases exactly. The
 choices themselves are judged router by router, each after the same choices below it (`wrong_of`):
 
-- scores: the largest difference to one device's is at most twice that of its reordered runs, where one rounding to bf16
-  (2⁻⁸ of the largest score) is granted.
+- scores: their distance to one device's, root mean square, is at most twice that of its reordered runs, where one
+  rounding to bf16 (2⁻⁸ of them) is granted.
 - choices: exactly those that the rule (experts a token, groups, the bias as it should be) makes of the layout's scores;
   what a capacity keeps of them, exactly what it keeps of these on one device.
 
-So a choice that is not one device's own is a near tie: by that device's scores, an expert it took is worse than one it
-left by at most two such differences (four where groups are chosen by sums of two). Anything else is named.
+So a choice that is not one device's own is a near tie: both follow one rule, from scores that differ by no more than
+rounding makes them. Anything else is named.
 
 Legend: n real tokens, by their global numbers; E experts, K a token. Read next: `judge.py`, `models/router.py`.
 """
@@ -130,20 +130,20 @@ def wrong_of(
     """`found` of a layout against `right` of one device that followed it, and `others`, of its reordered runs.
 
     ruled [n, K]: the experts that the layout's scores give by the rule.
-    factor, rounding: how many times their difference is granted, and at least which share of the largest score.
+    factor, rounding: how many times their difference is granted, and at least which share of the scores.
     """
     if not torch.equal(found.index, right.index):  # a token was routed nowhere, or twice
         yield Wrong("choice", math.inf, 0.0)
         return
     if not right.index.numel():
         return
-    largest = max(float(right.scores.abs().max()), 1e-30)
-    noise = max(_distance(other.scores, right.scores) for other in others) / largest
-    error = _distance(found.scores, right.scores) / largest
+    size = max(_rms(right.scores), 1e-30)
+    noise = max(_rms(other.scores - right.scores) for other in others) / size
+    error = _rms(found.scores - right.scores) / size
     yield Wrong("score", error if math.isfinite(error) else math.inf, factor * max(noise, rounding))
     other = (ruled.sort(1).values != found.chosen.sort(1).values).any(1) | (found.kept != right.kept).any(1)
     yield Wrong("choice", float(other.double().mean()), 0.0)
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max())
+def _rms(x: Tensor) -> float:
+    return math.sqrt(float(x.double().square().mean()))

@@ -13,10 +13,10 @@ twice, root mean square over each tensor, where a distance of one rounding to bf
 every gradient is rounded at least once. The update is not excused: it starts from the same gradients in fp32, so
 parameters and norm of the update keep fp32's bound.
 
-A gradient that is zero by nature is noise in bf16 too, and known by that: the reordered runs are half as far from it as
-it is large, or farther (or it is 0 in all of them). Their distance is then one draw of the noise and no measure of the
-layout's, which rounds elsewhere; granted is what one rounding of the model's largest gradient can do (2⁻⁸ of its root
-mean square; noise of keys' biases is up to 0.6 of that). Nothing else has a floor: most are small beside that one.
+A gradient that is zero by nature is noise in bf16 too, and known by its size: no larger than twice the distance of the
+reordered runs, or than one rounding of the model's largest gradient (2⁻⁸, root mean square). Their distance is one draw
+of that noise, or none where reordering changes no bit, and no measure of the layout's, which rounds elsewhere. There,
+and nowhere else, one rounding of the largest is granted: keys' biases are up to 0.6 of one from each other.
 
 The tensor axis does more than reorder: a region's sum over T ranks is T partial sums, each rounded to bf16, and one
 device's matmul, which adds in fp32, rounds once. So the runs that set the bound round there too (`PartialSums`): as
@@ -202,7 +202,8 @@ class Judge:
 def granted(size: float, noise: float, largest: float) -> tuple[float, float]:
     """Scale of a gradient in bf16, and the bound of its distance over it. size, largest: root mean square of it and of
     the model's largest one; noise: distance of the reordered runs."""
-    floor = BF16_ROUNDING * largest if size <= BF16_FACTOR * noise else 0.0
+    rounding = BF16_ROUNDING * largest
+    floor = rounding if size <= max(BF16_FACTOR * noise, rounding) else 0.0
     scale = max(size, floor, 1e-30)
     return scale, max(BF16_FACTOR * max(noise / scale, BF16_ROUNDING), floor / scale)
 

@@ -147,8 +147,10 @@ class Reference:
         found = [self._compute(backwards, flipped=False), self._compute(batches, flipped=True)]
         for offset in range(DRAWS if tp * cp > 1 or rounds(self.job.layout) else 0):
             sums: AbstractContextManager[object] = PartialSums(tp, offset) if tp > 1 else nullcontext()
+            fewer = offset // 2 if self.job.data.seq_len <= ring else 0  # cuts between all tokens cannot move
+            parts = max(ring - fewer, min(ring, 2))
             keys: AbstractContextManager[object] = (
-                partial_keys(self.model, ring, offset, self.job.model) if cp > 1 else nullcontext()
+                partial_keys(self.model, parts, offset, self.job.model) if cp > 1 else nullcontext()
             )
             experts: AbstractContextManager[object] = nullcontext()
             if rounds(self.job.layout):
