@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 from tests.verify import cover
 from tests.verify.everything import NONE, WIDE, line_of, ranks_of
+from tests.verify.layouts import compared, layout_job
 from tests.verify.several import Item
 from tests.verify.tally import degrees
+from tests.verify.test_moe_layouts import LIMITED, SOFTMAX
 from tests.verify.trial import assert_right
 
 PARTS, SEED = (2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8), 9
@@ -45,7 +48,29 @@ def sample(part: int) -> list[Item]:
     return list(found.values())
 
 
+def test_right_layouts_of_which_one_gathers_keys_and_drops_choices() -> None:
+    jobs = sample(0)
+    assert_right([jobs[0], jobs[3]], "bf16")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(len(PARTS)))
 def test_a_sample_of_right_layouts(part: int) -> None:
     assert_right(sample(part), "bf16")
+
+
+JITTER = {**SOFTMAX, "mtp_depth": 1}
+PLANTED: dict[str, dict[str, Any]] = {
+    "missing_reduction": dict(zero=2, model=JITTER, layout=dict(ep=2)),
+    "dropped_microbatch": dict(zero=1, model=JITTER, layout=dict(ep=2)),
+    "norm_not_summed": dict(ranks=1, model=LIMITED, layout=dict(tp=2, ep=2, sequence_parallel=True)),
+    "kv_not_summed": dict(ranks=1, model=SOFTMAX, layout=dict(tp=4, ep=2)),
+    "kv_gradient_lost": dict(ranks=1, model=SOFTMAX, layout=dict(cp=2, etp=2)),
+    "dropped_grad": dict(ranks=1, accumulation=4, model=JITTER, layout=dict(pp=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_faults_of_other_axes_are_caught_on_a_mixture(name: str) -> None:
+    assert compared(layout_job(**PLANTED[name], params="bf16"), inject=(name,)).differences
