@@ -75,13 +75,15 @@ def attention(
         lse = torch.stack([some.logsumexp(-1) for some in scores]).logsumexp(0)  # [B, H, n]
         total = torch.zeros_like(out[:, :, queries], dtype=wide)
         for (keys, there), some in zip(pairs, scores, strict=True):
-            probabilities = (some - lse.detach().unsqueeze(-1)).exp().masked_fill(~there, 0)
+            own = some.detach().logsumexp(-1, keepdim=True)  # of this part, which is rounded by itself
+            probabilities = (some - own).exp().masked_fill(~there, 0)
             if dropout is not None:
                 tensors, drop = dropout.attention_map(
                     q.shape[1], batch.index[:, queries], batch.index[:, keys], batch.step
                 )
                 probabilities = drop(probabilities, *tensors)
-            total = total + (probabilities.to(inside) @ some_keys(v, keys)).to(q.dtype).to(wide)
+            part_out = (probabilities.to(q.dtype).to(inside) @ some_keys(v, keys)).to(q.dtype)
+            total = total + part_out.to(wide) * (own - lse.detach().unsqueeze(-1)).exp()
         whole = total.detach().to(q.dtype).to(wide)
         out = out.index_copy(2, queries, (total - (lse - lse.detach()).unsqueeze(-1) * whole).to(q.dtype))
     return out
