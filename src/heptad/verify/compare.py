@@ -79,6 +79,8 @@ def compare(job: Job, reference: Reference, reports: Sequence[RankReport], steps
             reference.update(step, grads)
         judge.parameters(params)
         judge.replicas(split, "parameter")
+        if judge.bf16 and not any(item.kind == "parameter" for item in judge.found):
+            reference.adopt(params)
         found += judge.found
         losses.append(judge.right.loss)
         ratio = judge.ratio if ratio is None else max(ratio, judge.ratio or 0.0)

@@ -4,7 +4,9 @@ Each step: the global batch in its micro-batches; loss = Σ token losses / Σ ta
 in the job's reduction dtype; the norm over all of them. Then the update, by optimizers of its own (`update.py`), *from
 the gradients the layout got*: they have been compared already, and an optimizer that divides by a gradient's size
 (Adam where the true gradient is zero, as for a key's bias) would turn two roundings into two updates. So each step
-proves two links: same parameters -> same gradients; same gradients -> same parameters. No drift builds up.
+proves two links: same parameters -> same gradients; same gradients -> same parameters. No drift builds up. In bf16 the
+next step starts from the layout's own parameters, once they are within fp32's bound (`adopt`): where the last bit of a
+master differs its cast may differ by a bit of bf16, 2⁻⁸, which every gradient below then feels, and no reordered run.
 
 `reordered` runs the same step with its sums in another order, for the bound of bf16 (`judge.py` argues it).
 """
@@ -165,6 +167,11 @@ class Reference:
         factor = limit / norm if limit is not None and norm > limit else 1.0
         self.optimizer.step(step, self.masters, {name: grad * factor for name, grad in grads.items()})
         self.balance()
+
+    def adopt(self, params: Grads) -> None:
+        """Go on from the layout's parameters; `params`: all, whole, and biases of routers."""
+        for name, master in self.masters.items():
+            master.copy_(params[name])
 
     def _compute(self, batches: Sequence[Batch], flipped: bool) -> Figures:
         by_name = {spec.name: spec for spec in self.specs}
