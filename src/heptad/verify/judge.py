@@ -9,9 +9,11 @@ first position) is rounding noise in both, so a scale is never less than 8 ε/bo
 bf16 has no such constant: its errors depend on the model. The bound is measured: the same step on one device with the
 same parameters, its sums only reordered (`Reference.reordered`), gives figures that are as right as the reference's.
 Sharding reorders sums and does nothing else, so its distance to the reference must be of the size of theirs: at most
-twice, root mean square over each tensor, where a distance of one rounding to bf16 (2⁻⁸ of the tensor) is granted since
-every gradient is rounded at least once. The update is not excused: it starts from the same gradients in fp32, so
-parameters and norm of the update keep fp32's bound.
+twice, root mean square over all gradients together, where a distance of one rounding to bf16 (2⁻⁸ of a tensor) is
+granted since every gradient is rounded at least once. Of one tensor, and of the norm, at most three times: some ten
+runs are a small sample, and of theirs 0.65 % are beyond twice all the others (99 of 15,280 tensors of mixtures), while
+of the right layouts' tensors some 0.05 % were, none beyond 2.8. The update is not excused: it starts from the same
+gradients in fp32, so parameters and norm of the update keep fp32's bound.
 
 A gradient that is zero by nature is noise in bf16 too, and known by its size: no larger than twice the distance of the
 reordered runs, or than one rounding of the model's largest gradient (2⁻⁸, root mean square). Their distance is one draw
@@ -47,6 +49,8 @@ from heptad.verify.reference import Figures, Reference
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BF16_ROUNDING = 2.0**-8
 BF16_FACTOR = 2.0
+BF16_SINGLE = 3.0
+"""Of one gradient, and of the norm."""
 ROUNDINGS = 8
 """Roundings of the model's largest gradient that are never an error of a small one."""
 
@@ -80,12 +84,12 @@ class Judge:
             self.found.append(Difference(self.step, kind, name, error, bound))
         return error
 
-    def _number_bound(self, right: float, others: Sequence[float]) -> float:
+    def _number_bound(self, right: float, others: Sequence[float], factor: float = BF16_FACTOR) -> float:
         """Bound of the relative error of one number."""
         if not self.bf16:
             return self.bound
         spread = max(abs(other - right) for other in others) / max(abs(right), 1e-30)
-        return BF16_FACTOR * max(spread, BF16_ROUNDING)
+        return factor * max(spread, BF16_ROUNDING)
 
     def outputs(self, reports: Sequence[RankReport]) -> None:
         """Fingerprints of the units' outputs, micro-batch by micro-batch, in the global order."""
@@ -161,7 +165,7 @@ class Judge:
         return error
 
     def _bf16_gradients(self, grads: dict[str, Tensor]) -> None:
-        mine, theirs = 0.0, 0.0
+        mine, theirs, allowed = 0.0, 0.0, 0.0
         largest = max(_rms(grad.double()) for grad in self.right.grads.values())
         for name in reversed(list(self.right.grads)):
             right = self.right.grads[name].double()
@@ -170,17 +174,19 @@ class Judge:
             distance = distance if math.isfinite(distance) else math.inf
             mine += distance**2 * right.numel()
             theirs += noise**2 * right.numel()
+            allowed += max(noise, BF16_ROUNDING * _rms(right)) ** 2 * right.numel()
             scale, bound = granted(_rms(right), noise, largest)
             self.errors[name] = distance / scale
             self._add("gradient", name, distance / scale, bound)
         self.ratio = math.sqrt(mine / theirs) if theirs else 0.0
+        self._add("gradient", "all together", math.sqrt(mine / allowed) if allowed else 0.0, BF16_FACTOR)
 
     def norm(self, reports: Sequence[RankReport], grads: dict[str, Tensor]) -> float:
         """The norm every rank reports, against the reference's and against that of the layout's own gradients."""
         own = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
         told = [report.steps[self.step - 1].result.grad_norm for report in reports]
         error = max(_relative(norm, self.right.norm) for norm in told)
-        bound = self._number_bound(self.right.norm, [other.norm for other in self.others])
+        bound = self._number_bound(self.right.norm, [other.norm for other in self.others], BF16_SINGLE)
         self._add("norm", "", error, bound)
         self._add("norm", "of the same gradients", max(_relative(norm, own) for norm in told), self.bound)
         return error
@@ -205,7 +211,7 @@ def granted(size: float, noise: float, largest: float) -> tuple[float, float]:
     rounding = BF16_ROUNDING * largest
     floor = rounding if size <= max(BF16_FACTOR * noise, rounding) else 0.0
     scale = max(size, floor, 1e-30)
-    return scale, max(BF16_FACTOR * max(noise / scale, BF16_ROUNDING), floor / scale)
+    return scale, max(BF16_SINGLE * max(noise / scale, BF16_ROUNDING), floor / scale)
 
 
 Marks = list[dict[int, float]]
