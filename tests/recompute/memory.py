@@ -44,6 +44,12 @@ STREAMS: dict[str, dict[str, Any]] = {
     "cut": dict(sequence_parallel=True),
     "kept": dict(sequence_parallel=True, keep_gathered=True),
 }
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": dict(mode="selective"),
+    "full": dict(mode="full"),
+    "segment": dict(mode="full", segment=2),
+}
 
 
 def memory_job(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.recompute.memory import MODELS, STREAMS, many, memory_job, step_bytes
+from tests.recompute.memory import MODELS, MODES, STREAMS, many, memory_job, step_bytes
 from tests.sweep import Combination, pairwise
 
 from heptad.config.schema import Job
@@ -19,12 +19,6 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "ulysses": dict(cp=2, context="ulysses"),
     "both": dict(cp=4, context="ring+ulysses", cp_ulysses=2),
     "gather": dict(cp=2, context="gather"),
-}
-MODES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": dict(mode="selective"),
-    "full": dict(mode="full"),
-    "segment": dict(mode="full", segment=2),
 }
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": dict(attention="flash"),

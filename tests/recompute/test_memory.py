@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.recompute.memory import MODELS, STREAMS, many, memory_job, saved_bytes, step_bytes
+from tests.recompute.memory import MODELS, MODES, STREAMS, many, memory_job, saved_bytes, step_bytes
 from tests.sweep import Combination, every, pairwise
 
 from heptad.config.schema import Job, ModelSection
@@ -17,13 +17,7 @@ from heptad.recompute.policy import segments
 from heptad.recompute.sizes import Sizes
 from heptad.schedule.action import Segments, UnitUse, gradient_accumulation
 
-MODES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": dict(mode="selective"),
-    "one selective": dict(mode="selective", layers=(1,)),
-    "full": dict(mode="full"),
-    "segment": dict(mode="full", segment=2),
-}
+PLACED = MODES | {"one selective": dict(mode="selective", layers=(1,))}
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": dict(attention="flash"),
     "math": dict(attention="math"),
@@ -31,7 +25,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 NAMED = {"model": tuple(MODELS), "tp": (1, 2, 4), "stream": tuple(STREAMS), "attention": tuple(ATTENTION)}
 FACTORS = NAMED | {
-    "mode": tuple(MODES),
+    "mode": tuple(PLACED),
     "dropout": (0.0, 0.1),
     "documents": (False, True),
     "window": (None, 3),
@@ -49,7 +43,7 @@ def job_of(item: Combination) -> Job:
     """The job of a combination."""
     model = MODELS[item["model"]] | ATTENTION[item["attention"]] | {name: item[name] for name in ("dropout", "window")}
     layout = STREAMS[item["stream"]] | {"tp": item["tp"]}
-    return memory_job(model, item["params"], MODES[item["mode"]], item["loss_chunk"], **layout)
+    return memory_job(model, item["params"], PLACED[item["mode"]], item["loss_chunk"], **layout)
 
 
 def assert_predicted(tp: int, items: list[Combination]) -> None:
@@ -68,7 +62,7 @@ def test_bytes_alive_after_every_action_are_predicted(tp: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PLACED)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_bytes_of_every_model_stream_mode_and_attention(tp: int, mode: str) -> None:
     """All combinations of what the formula distinguishes; dtypes, documents, windows and chunks in turn."""

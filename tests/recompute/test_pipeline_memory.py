@@ -10,6 +10,7 @@ from tests.recompute.memory import (
     BOTH,
     GPT,
     MODELS,
+    MODES,
     STREAMS,
     Case,
     assert_predicted,
@@ -38,9 +39,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "dualpipe": dict(schedule="dualpipe"),
     "dualpipev": dict(schedule="dualpipev"),
 }
-MODES: dict[str, dict[str, Any]] = {
-    "none": {}, "selective": dict(mode="selective"), "full": dict(mode="full"), "segment": dict(mode="full", segment=2),
-}  # fmt: skip
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {}, "math": dict(attention="math"), "dropped": dict(attention_dropout=0.1), "window": dict(window=3),
     "dropped window": dict(attention_dropout=0.1, window=3),

@@ -141,8 +141,9 @@ def test_what_is_shown_of_experts_is_of_the_whole_batch(name: str) -> None:
 def test_without_a_capacity_nothing_is_dropped_and_without_experts_nothing_is_shown() -> None:
     (((busiest, dropped, counts), _),) = forked(1, shown, tiny_job({**SOFTMAX, "capacity_factor": None}))
     assert busiest is not None and dropped is None and [one[-1] for one in counts] == [0, 0]
-    assert figures(torch.zeros(2, 7, dtype=torch.int64)) == (None, None)
-    assert figures(torch.tensor([[1, 1, 4, 3], [2, 2, 2, 0]])) == (2.0, 0.25)
+    assert figures(torch.zeros(2, 7, dtype=torch.int64), True) == (None, None)
+    assert figures(torch.tensor([[1, 1, 4, 3], [2, 2, 2, 0]]), True) == (2.0, 0.25)
+    assert figures(torch.tensor([[1, 1, 4, 0], [2, 2, 2, 0]]), False) == (2.0, None)
 
 
 def without_targets(rank: int, job: Job) -> tuple[bool, dict[str, list[float]]]:

@@ -88,8 +88,7 @@ class Balance:
             router.loads = None
         for router in self.adding:
             router.added = None
-        busiest, dropped = figures(self.counts)
-        return busiest, dropped if self.drops else None
+        return figures(self.counts, self.drops)
 
     def pieces(self) -> list[Piece]:
         """The biases of blocks that run here, whole."""
@@ -107,12 +106,12 @@ def summed(router: Router, device: torch.device) -> Tensor:
     return torch.stack([zeros, *router.loads.values()]).sum(0)
 
 
-def figures(counts: Tensor) -> tuple[float | None, float | None]:
+def figures(counts: Tensor, drops: bool) -> tuple[float | None, float | None]:
     """counts [routers, E + 1] of a step -> the load of the busiest expert over the mean, of the block where it is
-    largest; the share of all choices that were dropped. None where no token was routed."""
+    largest; the share of all choices that were dropped, if routers drop some. None where no token was routed."""
     loads = counts[:, :-1].double()
     busiest = host_value((loads.amax(1) / loads.mean(1)).amax(), expected=1.0)
-    dropped = host_value(counts[:, -1].sum() / loads.sum(), expected=0.0)
+    dropped = host_value(counts[:, -1].sum() / loads.sum(), expected=0.0) if drops else math.nan
     return busiest if math.isfinite(busiest) else None, dropped if math.isfinite(dropped) else None
 
 

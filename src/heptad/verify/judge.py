@@ -36,7 +36,7 @@ Where routers send tokens is judged by itself, and then followed on one device: 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -151,22 +151,22 @@ class Judge:
         if self.bf16:
             self._bf16_gradients(grads)
             return
-        for name in reversed(list(self.right.grads)):
-            error = self._exact(name, grads[name], self.right.grads)
-            self._add("gradient", name, error, self.bound)
+        self._exact("gradient", grads, self.right.grads, reversed(list(self.right.grads)))
 
-    def _exact(self, name: str, value: Tensor, right: dict[str, Tensor]) -> float:
-        largest = max(float(tensor.abs().max()) for tensor in right.values())
-        floor = torch.finfo(self.reference.policy.master).eps / self.bound * ROUNDINGS * largest
-        scale = max(float(right[name].abs().max()), floor, 1e-300)
-        error = float((value.double() - right[name].double()).abs().max()) / scale
-        error = error if math.isfinite(error) else math.inf
-        self.errors[name] = max(self.errors.get(name, 0.0), error)
-        return error
+    def _exact(self, kind: str, found: dict[str, Tensor], right: dict[str, Tensor], names: Iterable[str]) -> None:
+        sizes = {name: float(tensor.abs().max()) for name, tensor in right.items()}
+        floor = torch.finfo(self.reference.policy.master).eps / self.bound * ROUNDINGS * max(sizes.values())
+        for name in names:
+            scale = max(sizes[name], floor, 1e-300)
+            error = float((found[name].double() - right[name].double()).abs().max()) / scale
+            error = error if math.isfinite(error) else math.inf
+            self.errors[name] = max(self.errors.get(name, 0.0), error)
+            self._add(kind, name, error, self.bound)
 
     def _bf16_gradients(self, grads: dict[str, Tensor]) -> None:
         mine, theirs, allowed = 0.0, 0.0, 0.0
-        largest = max(_rms(grad.double()) for grad in self.right.grads.values())
+        sizes = {name: _rms(grad.double()) for name, grad in self.right.grads.items()}
+        largest = max(sizes.values())
         for name in reversed(list(self.right.grads)):
             right = self.right.grads[name].double()
             noise = max(_rms(other.grads[name].double() - right) for other in self.others)
@@ -174,8 +174,8 @@ class Judge:
             distance = distance if math.isfinite(distance) else math.inf
             mine += distance**2 * right.numel()
             theirs += noise**2 * right.numel()
-            allowed += max(noise, BF16_ROUNDING * _rms(right)) ** 2 * right.numel()
-            scale, bound = granted(_rms(right), noise, largest)
+            allowed += max(noise, BF16_ROUNDING * sizes[name]) ** 2 * right.numel()
+            scale, bound = granted(sizes[name], noise, largest)
             self.errors[name] = distance / scale
             self._add("gradient", name, distance / scale, bound)
         self.ratio = math.sqrt(mine / theirs) if theirs else 0.0
@@ -196,8 +196,7 @@ class Judge:
         frozen ones must not have moved."""
         right = self.reference.state()
         assert set(params) == set(right), sorted(set(params) ^ set(right))
-        for name in right:
-            self._add("parameter", name, self._exact(name, params[name], right), self.bound)
+        self._exact("parameter", params, right, right)
 
     def replicas(self, split: Sequence[str], what: str) -> None:
         """Ranks that hold the same elements hold the same bits."""
