@@ -151,9 +151,18 @@ def block_bytes(rank: int, sequence: bool) -> int:
     before = meter.current_bytes()
     with meter:
         kept = executor.forward(1, x, batch, taped=True, sink=trainer.engine)
-        left = meter.current_bytes() - before
+        left = at_rest(meter) - before
         del kept
     return left
+
+
+def at_rest(meter: MemoryMeter) -> int:
+    """Live bytes once they have not changed for 0.1 s: gloo's thread lets go of a buffer some time after its wait."""
+    seen = [meter.current_bytes()]
+    while len(seen) < 6 or len(set(seen[-6:])) > 1:
+        time.sleep(0.02)
+        seen.append(meter.current_bytes())
+    return seen[-1]
 
 
 def memory(effort: Effort) -> list[Row]:
